@@ -1,1 +1,60 @@
-"""Speculative speculative decoding."""
+"""Speculative speculative decoding: plan it, run it, trust it.
+
+`plan` says whether and how SSD pays on given hardware; `Engine` decodes with a target and a draft on two devices. Names are loaded
+when first used: `import ssd` brings neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sim.metrics import Metrics
+    from sim.timeline import Timeline
+    from ssd.engine.engine import Engine
+    from ssd.specs import (
+        Configuration,
+        Hardware,
+        Models,
+        Placement,
+        Plan,
+        Profile,
+        RequestOutput,
+        SamplingParams,
+        Workload,
+    )
+
+_HOME = {
+    "Engine": "ssd.engine.engine",
+    "Metrics": "sim.metrics",
+    "Timeline": "sim.timeline",
+    **dict.fromkeys(
+        ("Configuration", "Hardware", "Models", "Placement", "Plan", "Profile", "RequestOutput", "SamplingParams", "Workload"), "ssd.specs"
+    ),
+}
+
+__all__ = [
+    "Configuration",
+    "Engine",
+    "Hardware",
+    "Metrics",
+    "Models",
+    "Placement",
+    "Plan",
+    "Profile",
+    "RequestOutput",
+    "SamplingParams",
+    "Timeline",
+    "Workload",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ssd' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

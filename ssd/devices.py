@@ -1,0 +1,55 @@
+"""The one place that knows device names: from `cpu:3` or `cuda:0` to a torch device, pinned cores and thread counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def torch_device(ids: tuple[str, ...]) -> torch.device:
+    """Return the torch device that a model on `ids` computes on."""
+    kinds = {name.split(":")[0] for name in ids}
+    if kinds == {"cpu"}:
+        return torch.device("cpu")
+    if len(ids) > 1:
+        raise ValueError(f"placement {ids}: a model runs on CPU cores or on one accelerator; give one id, or cpu ids only")
+    return torch.device(ids[0])
+
+
+def cores(ids: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the CPU cores among `ids`."""
+    return tuple(int(name.split(":")[1]) for name in ids if name.startswith("cpu:"))
+
+
+def available_cores() -> tuple[int, ...]:
+    """Return the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def pin(ids: tuple[str, ...]) -> None:
+    """Keep the calling thread on the cores among `ids`, one torch thread each; without cores, change nothing."""
+    wanted = cores(ids)
+    if not wanted:
+        return
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, wanted)
+    torch.set_num_threads(len(wanted))
+
+
+@contextmanager
+def pinned(ids: tuple[str, ...]) -> Iterator[None]:
+    """Pin the calling thread for the length of the block, then give it back its cores and threads."""
+    before, threads = available_cores(), torch.get_num_threads()
+    pin(ids)
+    try:
+        yield
+    finally:
+        if cores(ids):
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, before)
+            torch.set_num_threads(threads)

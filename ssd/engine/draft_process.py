@@ -1,0 +1,112 @@
+"""The process that owns the draft model: started by the engine, driven through the link, gone when the engine is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from ssd.engine.link import Boot, Failed, Link, LinkError, Outcome, Ping, Ready, Rehearse, Rehearsed, Setup, Shutdown, Spans, Start, Stop, TakeSpans
+
+if TYPE_CHECKING:
+    from ssd.engine.draft import Drafter
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_CHECK_SECONDS = 0.5
+
+
+def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
+    """Start the draft's process in a session of its own (Ctrl-C is the engine's to handle) and return it with our end of the link."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "ssd.engine.draft_process", str(theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL)
+    link = Link(Connection(ours.detach()))
+    link.send(boot)
+    return process, link
+
+
+def serve(link: Link) -> None:
+    """Load what the first message asks for, then obey messages until told to leave."""
+    boot = link.expect(Boot)
+    try:
+        drafter = _load(boot, link)
+    except Exception as error:
+        link.send(Failed(f"the draft did not load: {type(error).__name__}: {error}"))
+        raise
+    link.send(Ready())
+    while not isinstance(message := link.receive(), Shutdown):
+        try:
+            _obey(drafter, link, message, boot)
+        except LinkError:
+            raise
+        except Exception as error:
+            link.send(Failed(f"the draft failed on {type(message).__name__}: {type(error).__name__}: {error}"))
+            raise
+
+
+def _load(boot: Boot, link: Link) -> Drafter:
+    import torch
+
+    from ssd.devices import pin, torch_device
+    from ssd.engine.draft import Drafter
+    from ssd.models import load, locate
+
+    pin(boot.placement.draft)
+    loaded = load(locate("draft", boot.draft), torch_device(boot.placement.draft), getattr(torch, boot.dtype))
+    return Drafter(loaded, link, boot.rows, boot.max_model_len, boot.vocab_size)
+
+
+def _obey(drafter: Drafter, link: Link, message: object, boot: Boot) -> None:
+    from ssd.devices import pin
+    from ssd.engine.rehearsal import rehearse
+
+    match message:
+        case Setup():
+            pin(message.placement.draft)
+            drafter.configure(message)
+            link.send(Ready())
+        case Start():
+            drafter.start(message)
+        case Outcome():
+            drafter.answer(message)
+        case Stop():
+            drafter.stop(message.request)
+        case Rehearse():
+            again = (lambda done: done < message.repeats) if message.repeats else (lambda done: link.peek() is None)
+            link.send(Rehearsed(tuple(rehearse(drafter.loaded, boot.rows, message.tokens, message.context, again))))
+        case TakeSpans():
+            link.send(Spans(tuple(drafter.spans)))
+            drafter.spans.clear()
+        case Ping():
+            link.send(message)
+        case _:
+            raise LinkError(f"{type(message).__name__} is no message for a draft")
+
+
+def _leave_with(parent: int) -> None:
+    """End this process soon after its parent has ended, even in the middle of a forward."""
+    while os.getppid() == parent:
+        threading.Event().wait(ORPHAN_CHECK_SECONDS)
+    os._exit(1)
+
+
+def main() -> None:
+    """Serve the link whose file descriptor, with the parent's process id, stands on the command line."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    link = Link(Connection(descriptor))
+    try:
+        serve(link)
+    except LinkError as error:
+        logger.info("leaving: %s", error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The public engine: two processes, one a device, behind generate and stream."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import subprocess
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+from sim.metrics import Metrics, Round
+from sim.timeline import Span, Timeline
+from ssd.devices import pinned, torch_device
+from ssd.engine import draft as draft_side
+from ssd.engine import target as target_side
+from ssd.engine.draft_process import spawn
+from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
+from ssd.engine.scheduler import DraftPeer, Request, Scheduler
+from ssd.engine.target import Target
+from ssd.models import Pair, check_memory, compute_dtype, inspect, load
+from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+ROWS = 1
+LOAD_DEADLINE = 900.0
+MAX_SPANS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the draft is at work (`ok`), was lost and why (`lost`), or is not wanted (`none`)."""
+
+    draft: str
+    reason: str | None = None
+
+
+class Engine:
+    """Decodes as a plan says. Use as a context manager, or call `close`."""
+
+    def __init__(self, plan: Plan, *, deadline: float = 30.0) -> None:
+        """Check, then load both models; `deadline` is the longest wait for a draft, seconds, after which decoding goes on without it."""
+        if deadline <= 0:
+            raise ValueError(f"deadline={deadline}: give the seconds to wait for a draft, more than 0")
+        self.plan, self.deadline = plan, deadline
+        self.pair = inspect(plan.models)
+        self._check_memory(plan, self.pair)
+        self._peer: DraftPeer | None = None
+        self._requests = itertools.count()
+        self._finished: list[tuple[Metrics, list[Round]]] = []
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._busy = False
+        self._setup: Setup | None = None
+        self._closed = False
+        try:
+            self._start(plan)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_plan(cls, plan: Plan, *, deadline: float = 30.0) -> Self:
+        """Start the engine that `plan` describes: one process a model, both loaded. ValueError before loading where it cannot run."""
+        return cls(plan, deadline=deadline)
+
+    def _check_memory(self, plan: Plan, pair: Pair) -> None:
+        target_slots = target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
+        draft_slots = draft_side.slots_needed(pair.max_model_len, _setup(plan))
+        check_memory(pair, plan.models, plan.hardware, plan.placement, (target_slots, draft_slots))
+
+    def _start(self, plan: Plan) -> None:
+        if plan.mode != "ar":
+            self._peer = DraftPeer(*spawn(self._boot(plan)), self.deadline)
+        device = torch_device(plan.placement.target)
+        with pinned(plan.placement.target):
+            self._target = load(self.pair.target, device, compute_dtype(plan.models, device))
+        if self._peer is not None:
+            self._await_ready(self._peer)
+        self._configure(plan)
+
+    def _boot(self, plan: Plan) -> Boot:
+        dtype = compute_dtype(plan.models, torch_device(plan.placement.draft))
+        name = str(dtype).removeprefix("torch.")
+        return Boot(str(plan.models.draft), name, plan.placement, ROWS, self.pair.max_model_len, self.pair.target.vocab_size)
+
+    def _await_ready(self, peer: DraftPeer) -> None:
+        try:
+            peer.link.expect(Ready, LOAD_DEADLINE)
+        except LinkError as error:
+            raise RuntimeError(f"the draft's process did not start: {error}") from error
+
+    def configure(self, configuration: Configuration) -> None:
+        """Decode as `configuration` says from the next request on, with the models that are loaded; for comparing modes and placements."""
+        self._check_idle()
+        plan = self.plan.with_configuration(configuration)
+        if plan.mode != "ar" and self._peer is None:
+            raise ValueError(f"mode={plan.mode!r}: this engine was started in mode 'ar', without a draft; start it from an 'sd' or 'ssd' plan")
+        for name in ("target", "draft"):
+            old, new = getattr(self.plan.placement, name), getattr(plan.placement, name)
+            if old and new and torch_device(old) != torch_device(new):
+                raise ValueError(f"placement.{name}={new}: a loaded model moves between CPU cores only; start another engine")
+        self._check_memory(plan, self.pair)
+        self._configure(plan)
+
+    def _configure(self, plan: Plan, *, record_ranks: bool = False) -> None:
+        self.plan = plan
+        slots = target_side.slots_needed(self.pair.max_model_len, plan.num_speculative_tokens)
+        self._scheduler = Scheduler(Target(self._target, ROWS, slots), self._spans)
+        setup = _setup(plan, record_ranks)
+        if self._peer is not None and plan.mode != "ar" and setup != self._setup:
+            self._peer.ask(setup, Ready)
+            self._setup = setup
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
+        """Decode each prompt (text or token ids) and return the outputs in order. ValueError names a prompt that cannot be decoded."""
+        requests = [self._request(prompt, params, place) for place, prompt in enumerate(_as_list(prompts))]
+        outputs = []
+        for prompt, request in requests:
+            for _ in self._decode(request):
+                pass
+            outputs.append(self._output(prompt, request))
+        return outputs
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Decode one prompt and yield what each round adds; the last chunk carries the whole output. Closing the iterator ends the request."""
+        text, request = self._request(prompt, params, 0)
+        return self._stream(text, request)
+
+    def _stream(self, prompt: str | None, request: Request) -> Iterator[StreamChunk]:
+        shown = ""
+        held: tuple[int, ...] = ()
+        for tokens in self._decode(request):
+            if held:
+                text = self._text(request.output[: -len(tokens)]).rstrip("\ufffd")
+                yield StreamChunk(request_id=request.request_id, text=text[len(shown) :], token_ids=held)
+                shown = text
+            held = tokens
+        output = self._output(prompt, request)
+        yield StreamChunk(request_id=request.request_id, text=output.text[len(shown) :], token_ids=held, output=output)
+
+    def metrics(self) -> Metrics:
+        """Return the sums over all requests finished so far."""
+        done = [metrics for metrics, _ in self._finished]
+        firsts = [metrics.time_to_first_token or 0.0 for metrics in done]
+        return Metrics.from_rounds(
+            [entry for _, rounds in self._finished for entry in rounds],
+            num_output_tokens=sum(metrics.num_output_tokens for metrics in done),
+            total_seconds=sum(metrics.total_seconds for metrics in done),
+            time_to_first_token=sum(firsts) / len(firsts) if firsts else None,
+            num_requests=len(done),
+        )
+
+    def timeline(self) -> Timeline:
+        """Return what both devices were busy with since the last call."""
+        self._check_idle()
+        spans = list(self._spans)
+        self._spans.clear()
+        if self._peer is not None and (answer := self._peer.ask(TakeSpans(), Spans)) is not None:
+            spans += answer.spans
+        return Timeline(sorted(spans, key=lambda span: span.start))
+
+    def health(self) -> Health:
+        """Return whether the draft is at work."""
+        if self._peer is None or self.plan.mode == "ar":
+            return Health("none")
+        return Health("ok") if self._peer.lost is None else Health("lost", self._peer.lost)
+
+    def close(self) -> None:
+        """End the draft's process and let the models go; harmless when called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._peer is not None and self._peer.lost is None:
+            self._peer.tell(Shutdown())
+            with suppress(subprocess.TimeoutExpired):
+                self._peer.process.wait(2.0)
+            self._peer.process.kill()
+            self._peer.process.wait()
+            self._peer.link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None, place: int) -> tuple[str | None, Request]:
+        """Check a prompt and its parameters before anything is decoded."""
+        self._check_idle()
+        params = params or SamplingParams()
+        if params.temperature > 0:
+            raise ValueError(f"temperature={params.temperature}: this version decodes greedily; use temperature=0")
+        ids = tuple(self.pair.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt)
+        if not ids:
+            raise ValueError(f"prompt {place} is empty: give at least one token")
+        vocab = self.pair.target.vocab_size
+        if not all(0 <= token < vocab for token in ids):
+            raise ValueError(f"prompt {place} has a token id outside 0..{vocab - 1}: use the target's tokenizer")
+        room = self.pair.max_model_len - len(ids)
+        if room < 1:
+            raise ValueError(
+                f"prompt {place} has {len(ids)} tokens, but max_model_len={self.pair.max_model_len} leaves no room for an output: "
+                "shorten the prompt or raise max_model_len"
+            )
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.pair.end_ids))
+        request = Request(f"request-{next(self._requests)}", ids, params, ends, room)
+        return (prompt if isinstance(prompt, str) else None), request
+
+    def _decode(self, request: Request) -> Iterator[tuple[int, ...]]:
+        self._check_idle()
+        self._busy = True
+        peer = self._peer if self.plan.mode != "ar" else None
+        rounds = self._scheduler.decode(request, peer)
+        try:
+            while True:
+                with pinned(self.plan.placement.target):
+                    tokens = next(rounds, None)
+                if tokens is None:
+                    break
+                yield tokens
+        finally:
+            rounds.close()  # type: ignore[attr-defined]
+            self._busy = False
+            if request.first_token:
+                self._finished.append((request.metrics(), request.rounds))
+
+    def _check_idle(self) -> None:
+        if self._closed:
+            raise ValueError("the engine is closed: start another")
+        if self._busy:
+            raise ValueError("a request is still being streamed: finish its iterator or close it first; this version decodes one at a time")
+
+    def _output(self, prompt: str | None, request: Request) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=request.prompt,
+            text=self._text(request.output),
+            token_ids=tuple(request.output),
+            finish_reason=request.finish_reason or "length",
+            metrics=request.metrics(),
+        )
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text: str = self.pair.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _setup(plan: Configuration, record_ranks: bool = False) -> Setup:
+    return Setup(plan.num_speculative_tokens, plan.fan_out_hit, plan.fan_out_miss, plan.backup, plan.placement, record_ranks)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

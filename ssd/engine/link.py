@@ -1,0 +1,180 @@
+"""Small messages with a deadline between the target's process and the draft's.
+
+A closed or silent peer, or a message that is not one of ours, raises LinkError: the caller decides what to do without the peer.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from sim.timeline import Span
+from ssd.specs import Placement
+
+T = TypeVar("T")
+
+
+class LinkError(Exception):
+    """The peer is gone, silent past the deadline, or talks nonsense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """Target to draft, first of all: what to load, where, and for how much."""
+
+    draft: str
+    dtype: str
+    placement: Placement
+    rows: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Draft to target: the model is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Draft to target: it cannot go on, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Target to draft: how to draft from the next request on."""
+
+    num_speculative_tokens: int
+    fan_out_hit: tuple[int, ...]
+    fan_out_miss: tuple[int, ...]
+    backup: str
+    placement: Placement
+    record_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Target to draft: a request with its prompt; `end_ids` are tokens after which nothing follows."""
+
+    request: str
+    prompt: tuple[int, ...]
+    end_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Target to draft: of round `round`, `accepted` draft tokens stand and `bonus` follows them."""
+
+    request: str
+    round: int
+    accepted: int
+    bonus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft to target: the tokens to verify after outcome `round`; `hit` is None where no cache is kept, `rank` where none was asked for."""
+
+    request: str
+    round: int
+    tokens: tuple[int, ...]
+    hit: bool | None
+    backup: bool
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Target to draft: the request has ended."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearse:
+    """Target to draft: time `repeats` forwards of `tokens` queries over `context` tokens and report; 0 repeats: until the next message."""
+
+    tokens: int
+    context: int
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """Draft to target: seconds of each forward."""
+
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Either way: return it at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSpans:
+    """Target to draft: hand over and forget what you were busy with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Draft to target: what it was busy with, on the clock that both share."""
+
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Target to draft: leave."""
+
+
+class Link:
+    """One end of the connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._next: object | None = None
+
+    def send(self, message: object) -> None:
+        """Send `message`; LinkError if the peer is gone."""
+        try:
+            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        except (OSError, ValueError) as error:
+            raise LinkError(f"the peer is gone ({error})") from error
+
+    def peek(self) -> object | None:
+        """Return the message that `receive` would, if it is already here; asking costs microseconds."""
+        if self._next is None and self._connection.poll(0):
+            self._next = self.receive()
+        return self._next
+
+    def receive(self, deadline: float | None = None) -> object:
+        """Return the next message; LinkError if none comes within `deadline` seconds (None: wait for ever)."""
+        if self._next is not None:
+            message, self._next = self._next, None
+            return message
+        try:
+            if deadline is not None and not self._connection.poll(deadline):
+                raise LinkError(f"no message within {deadline:g} s")
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError, ValueError) as error:
+            raise LinkError(f"the peer is gone ({type(error).__name__})") from error
+        except (pickle.UnpicklingError, AttributeError, ImportError, IndexError, TypeError) as error:
+            raise LinkError(f"a malformed message ({type(error).__name__}: {error})") from error
+
+    def expect(self, kind: type[T], deadline: float | None = None) -> T:
+        """Return the next message, which must be a `kind` (any of a union); LinkError otherwise, with the reason where the peer gave one."""
+        message = self.receive(deadline)
+        if isinstance(message, kind):
+            return message
+        if isinstance(message, Failed):
+            raise LinkError(message.reason)
+        raise LinkError(f"{type(message).__name__} came where {kind} was due")
+
+    def close(self) -> None:
+        """Close this end; the peer sees the end of the stream."""
+        self._connection.close()

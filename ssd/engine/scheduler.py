@@ -1,0 +1,215 @@
+"""Requests and rounds: the loop that both devices turn around."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Literal, TypeVar
+
+from sim.metrics import Metrics, Round
+from sim.timeline import Span
+from ssd.engine.link import Draft, Link, LinkError, Outcome, Start, Stop
+from ssd.engine.target import Target
+from ssd.specs import RecordedRound, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# A draft whose tokens are hardly ever right is a mistake its user should hear of.
+WARN_AFTER_ROUNDS, WARN_BELOW_RATE = 32, 0.1
+
+
+@dataclass
+class Request:
+    """One request on its way."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    end_ids: frozenset[int]
+    room: int
+    output: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    ranks: list[RecordedRound] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+    started: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+
+    def remaining(self) -> int:
+        """Tokens that may still follow, by max_tokens and by the context limit."""
+        return min(self.params.max_tokens, self.room) - len(self.output)
+
+    def commit(self, tokens: list[int]) -> tuple[int, ...]:
+        """Keep `tokens` up to the earliest end, whatever ends the output there; return what was kept."""
+        kept = tokens[: self.remaining()]
+        for place, token in enumerate(kept):
+            if token in self.end_ids:
+                kept = kept[: place + 1]
+                self.finish_reason = "stop"
+                break
+        self.output += kept
+        if self.finish_reason is None and self.remaining() == 0:
+            self.finish_reason = "length"
+        return tuple(kept)
+
+    def metrics(self) -> Metrics:
+        """Return the counts and rates of this request so far."""
+        return Metrics.from_rounds(
+            self.rounds,
+            num_output_tokens=len(self.output),
+            total_seconds=self.ended - self.started,
+            time_to_first_token=self.first_token - self.started,
+        )
+
+
+class DraftPeer:
+    """The draft's process as the scheduler sees it; once lost, it drafts nothing and no request fails for it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], link: Link, deadline: float) -> None:
+        self.process, self.link, self.deadline = process, link, deadline
+        self.lost: str | None = None
+
+    def tell(self, message: object) -> None:
+        """Send `message`, or note that the draft is lost."""
+        if self.lost is None:
+            try:
+                self.link.send(message)
+            except LinkError as error:
+                self.lose(str(error))
+
+    def draft(self, request: str, round_index: int) -> Draft:
+        """Wait for the draft that follows outcome `round_index`; an empty one if the draft is lost, which a silence past the deadline means."""
+        if self.lost is None:
+            try:
+                draft = self._await(Draft, lambda draft: draft.request == request)
+                if draft.round != round_index or not all(isinstance(token, int) and token >= 0 for token in draft.tokens):
+                    raise LinkError(f"the draft of round {draft.round} came malformed or out of turn, in round {round_index}")
+                return draft
+            except LinkError as error:
+                self.lose(str(error))
+        return Draft(request, round_index, (), None, False, None)
+
+    def ask(self, question: object, kind: type[T], deadline: float | None = None) -> T | None:
+        """Send `question` and return the answer, a `kind`; None if the draft is lost."""
+        self.tell(question)
+        try:
+            return self._await(kind, deadline=deadline) if self.lost is None else None
+        except LinkError as error:
+            self.lose(str(error))
+            return None
+
+    def _await(self, kind: type[T], wanted: Callable[[T], bool] = lambda _: True, deadline: float | None = None) -> T:
+        """Return the next `kind` that is wanted, passing over drafts that a cancelled request left behind."""
+        while True:
+            message = self.link.expect(kind | Draft, deadline or self.deadline)
+            if isinstance(message, kind) and wanted(message):
+                return message
+
+    def lose(self, reason: str) -> None:
+        """Give the draft up: end its process and go on as AR."""
+        self.lost = reason
+        logger.warning("draft lost: %s; decoding goes on without it", reason)
+        with suppress(OSError):
+            self.process.kill()
+        self.process.wait()
+        self.link.close()
+
+
+class Scheduler:
+    """Decodes requests round by round with a target and, unless mode is ar, a draft."""
+
+    def __init__(self, target: Target, spans: deque[Span]) -> None:
+        self.target, self.spans = target, spans
+        self._drafted = self._accepted = self._drafts = 0
+        self._warned = False
+
+    def decode(self, request: Request, peer: DraftPeer | None) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens that the prefill and then each round commit, until the request ends or the caller stops asking."""
+        request.started = monotonic()
+        if peer is not None:
+            peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids)))
+        row = None
+        try:
+            with self._span("prefill", request, 0):
+                row = self.target.start(request.prompt)
+            first = self._settle(request, peer, 0, 0, [self.target.last(row)])
+            request.first_token = monotonic()
+            yield first
+            while request.finish_reason is None:
+                yield self._round(request, peer, row)
+        finally:
+            request.ended = monotonic()
+            if row is not None:
+                self.target.stop(row)
+            if peer is not None:
+                peer.tell(Stop(request.request_id))
+
+    def _round(self, request: Request, peer: DraftPeer | None, row: int) -> tuple[int, ...]:
+        index = len(request.rounds) + 1
+        begin = monotonic()
+        draft = Draft(request.request_id, index - 1, (), None, False, None)
+        if peer is not None:
+            with self._span("wait", request, index):
+                draft = peer.draft(request.request_id, index - 1)
+        asked = monotonic()
+        tokens = draft.tokens[: request.remaining() - 1]
+        with self._span("verify", request, index):
+            outcome = self.target.verify([tokens if r == row else None for r in range(len(self.target.rows))])[row]
+        verified = monotonic()
+        accepted, bonus = outcome  # type: ignore[misc]
+        kept = self._settle(request, peer, index, accepted, [*tokens[:accepted], bonus])
+        self._record(request, draft, len(tokens), accepted, len(kept), verified - asked, asked - begin)
+        return kept
+
+    def _settle(self, request: Request, peer: DraftPeer | None, index: int, accepted: int, tokens: list[int]) -> tuple[int, ...]:
+        """Commit `tokens` and let the draft know before anything else is done with them."""
+        kept = request.commit(tokens)
+        if peer is not None and request.finish_reason is None:
+            peer.tell(Outcome(request.request_id, index, accepted, tokens[-1]))
+        return kept
+
+    def _record(self, request: Request, draft: Draft, drafted: int, accepted: int, committed: int, verify: float, wait: float) -> None:
+        if draft.rank is not None and request.rounds:
+            last = request.rounds[-1]
+            request.ranks.append(RecordedRound(drafted=last.drafted, accepted=last.accepted, rank=draft.rank))
+        request.rounds.append(
+            Round(
+                request=request.request_id,
+                drafted=drafted,
+                accepted=accepted,
+                committed=committed,
+                hit=draft.hit,
+                backup=draft.backup,
+                verify_seconds=verify,
+                wait_seconds=wait,
+            )
+        )
+        self._watch_acceptance(drafted, accepted)
+
+    def _watch_acceptance(self, drafted: int, accepted: int) -> None:
+        self._drafts += drafted > 0
+        self._drafted += drafted
+        self._accepted += accepted
+        if not self._warned and self._drafts >= WARN_AFTER_ROUNDS and self._accepted < WARN_BELOW_RATE * self._drafted:
+            self._warned = True
+            logger.warning(
+                "only %d of %d draft tokens were accepted in %d rounds: the draft does not fit the target; check both models or use mode='ar'",
+                self._accepted,
+                self._drafted,
+                self._drafts,
+            )
+
+    @contextmanager
+    def _span(self, activity: str, request: Request, index: int) -> Iterator[None]:
+        begin = monotonic()
+        try:
+            yield
+        finally:
+            self.spans.append(Span("target", activity, begin, monotonic(), index, request.request_id))

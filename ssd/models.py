@@ -1,0 +1,240 @@
+"""Find, check and load a target and a draft: hub id, local transformers folder or GGUF file.
+
+Everything that can be refused is refused before a weight is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ssd.specs import Hardware, Models, Placement
+
+logger = logging.getLogger(__name__)
+
+# Decoders whose keys and values roll back by mask alone, each held to its own plain forward by a test.
+ARCHITECTURES = (
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "starcoder2",
+)
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies, with its configuration read and no weight loaded."""
+
+    name: str
+    folder: str
+    gguf_file: str | None
+    config: PreTrainedConfig
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that every `from_pretrained` needs for it."""
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, padding included."""
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens."""
+        return int(getattr(self.config, "max_position_embeddings", DEFAULT_MAX_MODEL_LEN))
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of weights, counted without allocating them."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in AutoModelForCausalLM.from_config(self.config).parameters())
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers kept in the key-value cache for one token."""
+        config = self.config
+        heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        return 2 * int(config.num_hidden_layers) * heads * width
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer."""
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder, **self.arguments)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.name!r} has no tokenizer that transformers can read: put its tokenizer files beside the weights") from error
+        return tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder on its device, with what the engine must know of it."""
+
+    module: torch.nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A checked target and draft, their common tokenizer and the context length to serve."""
+
+    target: Source
+    draft: Source | None
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]
+    max_model_len: int
+
+
+def locate(option: str, name: str) -> Source:
+    """Find the model that option `option` calls `name` and read its configuration."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"{option}={name!r}: no such GGUF file")
+        return Source(name, str(path.parent), path.name, _config(option, name, str(path.parent), path.name))
+    if path.is_dir():
+        return Source(name, str(path), None, _config(option, name, str(path), None))
+    if name.count("/") > 1 or name.startswith((".", "~", "/")):
+        raise ValueError(f"{option}={name!r}: no such folder; give a folder with a config.json, a .gguf file or a hub id such as 'org/name'")
+    return Source(name, name, None, _config(option, name, name, None))
+
+
+def _config(option: str, name: str, folder: str, gguf_file: str | None) -> PreTrainedConfig:
+    extra = {} if gguf_file is None else {"gguf_file": gguf_file}
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **extra)
+    except (OSError, ValueError, KeyError) as error:
+        remedy = "check the name and the network, or give a local folder or .gguf file" if folder == name else "it needs a config.json of a transformers model"
+        raise ValueError(f"{option}={name!r} cannot be read: {remedy} ({str(error).splitlines()[0]})") from error
+    return config
+
+
+def check_architecture(option: str, source: Source, max_model_len: int) -> None:
+    """Refuse what is not decoder-only or cannot be rolled back by a mask."""
+    config, kind = source.config, source.config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{option}={source.name!r} is an encoder-decoder ({kind}): give a decoder-only language model")
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"{option}={source.name!r} has architecture {kind!r}, whose cache is not known to roll back exactly: supported are {', '.join(ARCHITECTURES)}"
+        )
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        raise ValueError(f"{option}={source.name!r} has layers of type {', '.join(sorted(other))}, which cannot be rolled back: use a full-attention model")
+    window = getattr(config, "sliding_window", None)
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
+    if sliding and window is not None and window < max_model_len and getattr(config, "use_sliding_window", True):
+        raise ValueError(f"{option}={source.name!r} attends to the last {window} tokens only: set max_model_len to {window} or less")
+
+
+def check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Refuse a draft whose token-to-id map differs from the target's; the first differing id is named."""
+    ours = {index: token for token, index in target.get_vocab().items()}
+    theirs = {index: token for token, index in draft.get_vocab().items()}
+    different = sorted(index for index in ours.keys() | theirs.keys() if ours.get(index) != theirs.get(index))
+    if different:
+        first = different[0]
+        raise ValueError(
+            f"target and draft vocabularies differ in {len(different)} ids, first at id {first}: {ours.get(first)!r} against {theirs.get(first)!r}; "
+            "give a draft that was trained with the target's tokenizer"
+        )
+
+
+def inspect(models: Models) -> Pair:
+    """Find and check both models; ValueError with the remedy where they cannot be used together."""
+    target = locate("target", models.target)
+    max_model_len = models.max_model_len or min(target.max_positions, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > target.max_positions:
+        raise ValueError(f"max_model_len={max_model_len} is more than the {target.max_positions} tokens of target {models.target!r}: lower it")
+    check_architecture("target", target, max_model_len)
+    tokenizer = target.tokenizer()
+    draft = None
+    if models.draft is not None:
+        draft = locate("draft", models.draft)
+        check_architecture("draft", draft, min(max_model_len, draft.max_positions))
+        check_vocabularies(tokenizer, draft.tokenizer())
+    return Pair(target, draft, tokenizer, end_ids(target, tokenizer), max_model_len)
+
+
+def end_ids(source: Source, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end an output: the generation config's, else the model's, else the tokenizer's."""
+    try:
+        generation = GenerationConfig.from_pretrained(source.folder).eos_token_id
+    except OSError:
+        generation = None
+    for found in (generation, source.config.eos_token_id, tokenizer.eos_token_id):
+        if found is not None:
+            return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return ()
+
+
+def compute_dtype(models: Models, device: torch.device) -> torch.dtype:
+    """Return the type computed in: as asked, else fp32 on a CPU and bf16 elsewhere."""
+    if models.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if models.dtype == "float32" else torch.bfloat16
+
+
+def weight_bytes(source: Source, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes its weights take: on a CPU, bf16 checkpoints stay bf16 also where fp32 is computed."""
+    stored = dtype
+    if device.type == "cpu" and source.config.dtype == torch.bfloat16:
+        stored = torch.bfloat16
+    return source.parameters * stored.itemsize
+
+
+def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Placement, slots: tuple[int, int]) -> None:
+    """Refuse a pair whose weights and key-value slots (`slots` of target and draft) exceed the memory of where they are placed."""
+    from ssd.devices import torch_device
+
+    needs: dict[str, int] = {}
+    room: dict[str, int] = {}
+    for source, ids, places in ((pair.target, placement.target, slots[0]), (pair.draft, placement.draft, slots[1])):
+        if source is None or not ids:
+            continue
+        device = torch_device(ids)
+        dtype = compute_dtype(models, device)
+        pool = "memory" if hardware.shared_memory else ids[0]
+        needs[pool] = needs.get(pool, 0) + weight_bytes(source, dtype, device) + places * source.kv_values_per_token * dtype.itemsize
+        room[pool] = hardware.select(ids)[0].memory_bytes
+    for pool, bytes_needed in needs.items():
+        if bytes_needed > room[pool]:
+            raise ValueError(
+                f"target {models.target!r} and draft {models.draft!r} need {bytes_needed / 2**30:.1f} GiB on {pool}, which has {room[pool] / 2**30:.1f}: "
+                f"lower max_model_len (now {pair.max_model_len}), use smaller models or more devices"
+            )
+
+
+def load(source: Source, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Load the weights onto `device` for computing in `dtype`, attending over key-value slots."""
+    from ssd.engine.kv import ATTENTION
+    from ssd.engine.linear import fp32_compute_from_bf16
+
+    stored = "auto" if device.type == "cpu" and dtype == torch.float32 else dtype
+    module = AutoModelForCausalLM.from_pretrained(
+        source.folder, dtype=stored, device_map={"": device}, attn_implementation=ATTENTION, **source.arguments
+    ).eval()
+    if device.type == "cpu" and dtype == torch.float32:
+        fp32_compute_from_bf16(module)
+    return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions)

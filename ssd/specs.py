@@ -1,0 +1,318 @@
+"""The values that travel between planner, engine and user: frozen, validated, JSON both ways.
+
+Units are SI (seconds, bytes, FLOP, hertz) and stand in every field's description.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sim.metrics import Metrics
+
+Mode = Literal["ar", "sd", "ssd"]
+Backup = Literal["jit", "none"]
+Objective = Literal["latency", "throughput", "cost"]
+Source = Literal["measured", "roofline", "assumed"]
+
+
+class Spec(BaseModel):
+    """A frozen value that refuses unknown keys by naming the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise ValueError(_unknown_key(cls.__name__, str(key), list(cls.model_fields)))
+        return data
+
+    def save(self, path: str | Path) -> None:
+        """Write this value as JSON to `path`."""
+        Path(path).write_text(self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a value that `save` wrote; ValueError where the file is missing or does not fit."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise ValueError(f"path={str(path)!r} cannot be read ({error.strerror}): give a file that {cls.__name__}.save wrote") from error
+        return cls.model_validate_json(text)
+
+
+def _unknown_key(owner: str, key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    remedy = f"did you mean {near[0]!r}?" if near else f"it knows {', '.join(known)}"
+    return f"{owner} has no option {key!r}: {remedy}"
+
+
+class Device(Spec):
+    """One place where a model, or a share of it, can run."""
+
+    id: str = Field(pattern=r"^[a-z]+:\d+$", description="torch's name of the device, `cpu:3` meaning core 3 (no unit)")
+    name: str = Field(description="product name (no unit)")
+    memory_bytes: int = Field(gt=0, description="memory, bytes; of the whole machine where devices share it")
+    memory_bandwidth: float = Field(gt=0, description="sustained read bandwidth, bytes per second")
+    flops: float = Field(gt=0, description="dense matrix rate at the compute type, FLOP per second")
+    price_per_hour: float | None = Field(None, ge=0, description="list price, US dollars per hour")
+
+    @property
+    def kind(self) -> str:
+        """The part of the id before the colon: `cpu`, `cuda`, ..."""
+        return self.id.split(":")[0]
+
+
+class Hardware(Spec):
+    """The devices of one machine and the latency between them."""
+
+    name: str = Field(description="what it is called in reports (no unit)")
+    devices: tuple[Device, ...] = Field(min_length=1, description="in order; the draft gets the last (list of devices)")
+    shared_memory: bool = Field(False, description="whether the devices draw on one memory, as CPU cores do (yes or no)")
+    link_seconds: float = Field(1e-4, ge=0, description="one-way latency of a small message between devices, seconds")
+
+    @model_validator(mode="after")
+    def _ids_differ(self) -> Self:
+        ids = [device.id for device in self.devices]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"devices={ids} names a device twice: give each its own id")
+        return self
+
+    @classmethod
+    def local(cls) -> Hardware:
+        """Return this machine: its accelerators if torch finds two or more, else its CPU cores, with rates measured in a second."""
+        from ssd.catalog import local_hardware
+
+        return local_hardware()
+
+    @classmethod
+    def named(cls, description: str) -> Hardware:
+        """Return the machine that `description` names, such as `5xH100-SXM` or `4xH100-SXM + 1xL40S`."""
+        from ssd.catalog import named_hardware
+
+        return named_hardware(description)
+
+    def select(self, ids: tuple[str, ...]) -> tuple[Device, ...]:
+        """Return the devices with these ids, in their order."""
+        known = {device.id: device for device in self.devices}
+        for name in ids:
+            if name not in known:
+                raise ValueError(f"placement names device {name!r}, but hardware {self.name!r} has {', '.join(known)}")
+        return tuple(known[name] for name in ids)
+
+
+class Models(Spec):
+    """A target and a draft, each by hub id, local transformers folder or GGUF file."""
+
+    target: str = Field(min_length=1, description="the model whose law is sampled: hub id, folder or .gguf file (no unit)")
+    draft: str | None = Field(None, min_length=1, description="the model that proposes, or none for AR only (no unit)")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="type computed in; auto is float32 on a CPU and bfloat16 elsewhere (no unit)"
+    )
+    max_model_len: int | None = Field(None, ge=2, description="prompt and output together, tokens; none takes what the target can, at most 4096")
+
+
+class Workload(Spec):
+    """What will be asked of the engine."""
+
+    batch_size: int = Field(1, ge=1, le=1, description="requests decoded together (count); this version decodes one at a time")
+    prompt_tokens: int = Field(128, ge=1, description="length of a prompt, tokens")
+    output_tokens: int = Field(128, ge=1, description="length of an output, tokens")
+    temperature: float = Field(0.0, ge=0, le=0, description="sampling temperature (no unit); this version decodes greedily, at 0")
+    prompt_set: Literal["code", "chat"] = Field("code", description="the prompts that acceptance is measured on (no unit)")
+
+
+class SamplingParams(Spec):
+    """How one request is decoded."""
+
+    max_tokens: int = Field(128, ge=1, description="longest output, tokens (`max_new_tokens` is accepted too)")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature (no unit); 0 is greedy")
+    stop_token_ids: tuple[int, ...] = Field((), description="further tokens that end the output, kept as its last (token ids)")
+    ignore_eos: bool = Field(False, description="whether to go on past the model's end tokens (yes or no)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_max_new_tokens(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "max_new_tokens" in data:
+            if "max_tokens" in data:
+                raise ValueError("max_tokens and max_new_tokens are one option: give one of them")
+            data = {("max_tokens" if key == "max_new_tokens" else key): value for key, value in data.items()}
+        return data
+
+
+class Placement(Spec):
+    """Which devices a model runs on; a draft that shares the target's devices takes turns with it."""
+
+    target: tuple[str, ...] = Field(min_length=1, description="device ids of the target (no unit)")
+    draft: tuple[str, ...] = Field((), description="device ids of the draft, none in mode ar (no unit)")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device used, once each."""
+        return tuple(dict.fromkeys(self.target + self.draft))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether target and draft share a device."""
+        return bool(set(self.target) & set(self.draft))
+
+
+class ForwardLatency(Spec):
+    """Seconds of one forward of a model against the tokens in it."""
+
+    model: Literal["target", "draft"] = Field(description="whose forward (no unit)")
+    devices: tuple[str, ...] = Field(min_length=1, description="device ids it ran on (no unit)")
+    tokens: tuple[int, ...] = Field(min_length=1, description="query tokens in the forward, rising (count)")
+    seconds: tuple[float, ...] = Field(min_length=1, description="median duration, seconds")
+    spread: tuple[float, ...] = Field((), description="interquartile range over median (ratio)")
+    contended: bool = Field(False, description="whether the other model was at work on its own device meanwhile (yes or no)")
+    source: Source = Field("measured", description="where the numbers come from (no unit)")
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if len(self.tokens) != len(self.seconds) or list(self.tokens) != sorted(set(self.tokens)):
+            raise ValueError(f"tokens={self.tokens} must rise and match seconds={self.seconds} one to one")
+        return self
+
+
+class RecordedRound(Spec):
+    """One verification as it happened: what the outcome was and how the draft would have ranked it."""
+
+    drafted: int = Field(ge=0, description="draft tokens verified (count)")
+    accepted: int = Field(ge=0, description="draft tokens accepted (count)")
+    rank: int = Field(ge=1, description="place of the bonus among the draft's candidates at its position, best is 1 (rank)")
+
+
+class Profile(Spec):
+    """Latency and acceptance of a pair on a machine."""
+
+    hardware: str = Field(description="name of the hardware (no unit)")
+    models: Models = Field(description="the pair (no unit)")
+    prompt_set: str = Field(description="the prompts acceptance was measured on (no unit)")
+    forwards: tuple[ForwardLatency, ...] = Field(description="latency tables (list)")
+    prefill_seconds_per_token: float = Field(ge=0, description="target's prefill, seconds per prompt token")
+    rounds: tuple[tuple[RecordedRound, ...], ...] = Field((), description="recorded rounds, one list a prompt (list)")
+    draft_acceptance_rate: float = Field(ge=0, le=1, description="chance that a draft token is accepted given those before it were (ratio)")
+    acceptance_source: Source = Field(description="where acceptance comes from (no unit)")
+    link_seconds: float = Field(ge=0, description="one-way latency of a message between the two processes, seconds")
+    overhead_seconds: float = Field(ge=0, description="a round's host work outside forwards, messages and waits, seconds")
+    notes: tuple[str, ...] = Field((), description="what was assumed, in words (no unit)")
+
+    def forward(self, model: Literal["target", "draft"], devices: tuple[str, ...], *, contended: bool = False) -> ForwardLatency | None:
+        """Return the latency table of `model` on `devices`, preferring one measured under the same contention."""
+        found = [table for table in self.forwards if table.model == model and table.devices == devices]
+        return min(found, key=lambda table: table.contended != contended, default=None)
+
+
+class Prediction(Spec):
+    """What a configuration is expected to do on the workload."""
+
+    tokens_per_second: float = Field(ge=0, description="output tokens per second of decoding, prefill apart")
+    speedup_vs_ar: float = Field(ge=0, description="against AR on the target's devices, one device more for SSD (ratio)")
+    speedup_vs_sd: float | None = Field(None, ge=0, description="against the best SD on the target's devices (ratio)")
+    speedup_vs_ar_equal_devices: float = Field(ge=0, description="against AR on every device this configuration uses (ratio)")
+    speedup_vs_sd_equal_devices: float | None = Field(None, ge=0, description="against the best SD on every device this configuration uses (ratio)")
+    hit_rate: float | None = Field(None, ge=0, le=1, description="share of rounds whose outcome is cached, none without a cache (ratio)")
+    draft_acceptance_rate: float | None = Field(None, ge=0, le=1, description="accepted over drafted tokens (ratio)")
+    mean_acceptance_length: float = Field(ge=1, description="tokens a round, bonus included (tokens)")
+    verify_seconds: float = Field(ge=0, description="one verification, seconds")
+    build_seconds: float | None = Field(None, ge=0, description="building the cache in full, seconds")
+    backup_seconds: float | None = Field(None, ge=0, description="drafting after a miss, seconds")
+    method: Literal["theory", "simulation"] = Field(description="what computed tokens_per_second (no unit)")
+
+
+class Configuration(Spec):
+    """One way to decode, with what is expected of it."""
+
+    mode: Mode = Field(description="ar, sd or ssd (no unit)")
+    num_speculative_tokens: int = Field(0, ge=0, description="lookahead K (tokens); 0 in mode ar")
+    fan_out_hit: tuple[int, ...] = Field((), description="F_0..F_K after a hit: outcomes cached with k accepted (counts)")
+    fan_out_miss: tuple[int, ...] = Field((), description="F_0..F_K after a miss (counts)")
+    backup: Backup = Field("jit", description="who drafts on a miss: the draft model now, or nobody (no unit)")
+    placement: Placement = Field(description="devices of target and draft (no unit)")
+    predicted: Prediction | None = Field(None, description="none where a configuration was typed by hand (no unit)")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        K = self.num_speculative_tokens
+        if self.mode == "ar":
+            if K or self.fan_out_hit or self.fan_out_miss:
+                raise ValueError(f"mode='ar' drafts nothing: num_speculative_tokens={K} and fan-outs must be left out")
+            return self
+        if K < 1:
+            raise ValueError(f"num_speculative_tokens={K}: mode={self.mode!r} needs at least 1; use mode='ar' to decode without a draft")
+        if not self.placement.draft:
+            raise ValueError(f"placement.draft is empty: mode={self.mode!r} needs a device for the draft")
+        if self.mode == "sd":
+            if self.fan_out_hit or self.fan_out_miss or self.backup != "jit":
+                raise ValueError("mode='sd' has no cache: leave fan_out_hit and fan_out_miss out and backup at 'jit'")
+            return self
+        if self.placement.overlaps:
+            raise ValueError(f"placement={self.placement.model_dump()}: mode='ssd' needs a device for the draft alone; use mode='sd' on one")
+        for name in ("fan_out_hit", "fan_out_miss"):
+            check_fan_out(name, getattr(self, name), K)
+        return self
+
+
+def check_fan_out(name: str, fan_out: tuple[int, ...], K: int) -> None:
+    """Raise ValueError unless `fan_out` is F_0..F_K, none negative, at least one positive."""
+    if len(fan_out) != K + 1:
+        raise ValueError(f"{name}={fan_out} has {len(fan_out)} entries: with num_speculative_tokens={K} give {K + 1}, F_0 to F_{K}")
+    if min(fan_out) < 0 or not any(fan_out):
+        raise ValueError(f"{name}={fan_out} caches nothing or a negative number: give counts of 0 or more, at least one above 0, or use mode='sd'")
+
+
+class Plan(Configuration):
+    """The configuration that the planner would bet on, what it was chosen for and from what it was predicted."""
+
+    hardware: Hardware = Field(description="the machine (no unit)")
+    models: Models = Field(description="the pair (no unit)")
+    workload: Workload = Field(Workload(), description="the load (no unit)")
+    objective: Objective = Field("latency", description="what was optimised (no unit)")
+    alternatives: tuple[Configuration, ...] = Field((), description="the ranked rest, AR and SD among them (list)")
+    profile: Profile | None = Field(None, description="what the prediction rests on, none where the plan was typed by hand (no unit)")
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> Self:
+        self.hardware.select(self.placement.devices)
+        if self.mode != "ar" and self.models.draft is None:
+            raise ValueError(f"models.draft is missing: mode={self.mode!r} needs a draft model")
+        return self
+
+    def with_configuration(self, configuration: Configuration) -> Plan:
+        """Return this plan with another configuration in place of its own, to force an alternative."""
+        fields = {name: getattr(configuration, name) for name in Configuration.model_fields}
+        return Plan(**{**{name: getattr(self, name) for name in Plan.model_fields}, **fields})
+
+    def explain(self) -> str:
+        """Say in a dozen lines what was chosen and why, with measured and assumed inputs apart."""
+        from ssd.report import explain
+
+        return explain(self)
+
+
+class RequestOutput(Spec):
+    """What one request gave."""
+
+    request_id: str = Field(description="unique within the engine (no unit)")
+    prompt: str | None = Field(description="the prompt, none where token ids were given (no unit)")
+    prompt_token_ids: tuple[int, ...] = Field(description="the prompt's tokens (token ids)")
+    text: str = Field(description="decoded output without special tokens (no unit)")
+    token_ids: tuple[int, ...] = Field(description="output tokens, a stop token included (token ids)")
+    finish_reason: Literal["stop", "length"] = Field(description="an end token, or max_tokens or the context limit (no unit)")
+    metrics: Metrics = Field(description="counts, rates and seconds of this request (units in its own fields)")
+
+
+class StreamChunk(Spec):
+    """What one round added to a streamed request."""
+
+    request_id: str = Field(description="unique within the engine (no unit)")
+    text: str = Field(description="new text, never half a character (no unit)")
+    token_ids: tuple[int, ...] = Field(description="new tokens (token ids)")
+    output: RequestOutput | None = Field(None, description="the whole, with the last chunk only (no unit)")
