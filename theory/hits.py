@@ -31,8 +31,8 @@ class PowerLaw:
     def hit(self, F: ArrayLike) -> FloatArray:
         """Probability h(F) that the bonus is among the F best candidates; 0 at F = 0; F may be fractional. Broadcasts."""
         fan_out = check.non_negative("F", F)
-        with np.errstate(divide="ignore"):
-            miss = self.floor + self.c * fan_out**-self.r if self.c > 0 else np.full(fan_out.shape, self.floor)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            miss = self.floor + self.c * fan_out**-self.r
         return np.where(fan_out > 0, 1 - np.minimum(miss, 1.0), 0.0)
 
     def curve(self, largest: int) -> FloatArray:
@@ -68,9 +68,9 @@ def hit_probability(length_law: ArrayLike, fan_out: Sequence[int], curves: Seque
 
 
 def stationary_hit_rate(h_after_hit: ArrayLike, h_after_miss: ArrayLike) -> FloatArray:
-    """Share of hits in the long run when hits depend on whether the round before hit: m / (1 - h + m). Broadcasts. [derived]
+    """Share of hits in the long run when hits depend on whether the round before hit, m / (1 - h + m). Broadcasts. [derived]
 
-    1 if h_after_hit = 1, whatever the start, save for h_after_miss = 0: a chain that never leaves its start is refused by a ValueError.
+    ValueError for h_after_hit = 1 with h_after_miss = 0, a chain that never leaves the state it began in.
     """
     h, m = check.probability("h_after_hit", h_after_hit), check.probability("h_after_miss", h_after_miss)
     if np.any((h == 1) & (m == 0)):
