@@ -1,0 +1,127 @@
+"""What a run amounts to: one record a round, summed up under the names that the field uses. Engine and simulator share it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One verification for one request.
+
+    drafted, accepted: draft tokens received and accepted; committed: tokens kept, bonus included, after cropping at a stop. hit: the draft
+    came from the speculation cache (True), did not (False), or there was no cache (None: AR, SD). backup: the draft, maybe empty,
+    came from the backup. Seconds of the verification and of the target's wait for the draft before it. ValueError for impossible counts.
+    """
+
+    request: str
+    drafted: int
+    accepted: int
+    committed: int
+    hit: bool | None
+    backup: bool
+    verify_seconds: float
+    wait_seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.accepted <= self.drafted:
+            raise ValueError(f"accepted={self.accepted} must lie between 0 and drafted={self.drafted}")
+        if not 0 <= self.committed <= self.accepted + 1:
+            raise ValueError(f"committed={self.committed} must lie between 0 and accepted + 1 = {self.accepted + 1}")
+
+    @property
+    def kept(self) -> int:
+        """Draft tokens that were accepted and not cropped."""
+        return min(self.accepted, self.committed)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Sums and ratios over rounds. Only committed tokens count as accepted. A ratio whose denominator is 0 is None.
+
+    num_rounds counts verifications, num_drafts those with at least one draft token. mean_acceptance_length = 1 + accepted / drafts,
+    bonus included; ..._on_hit and ..._on_miss likewise, over all rounds of the kind: an empty draft counts with length 1.
+    acceptance_histogram[k]: drafts with k tokens accepted. Seconds are summed over rounds, save total_seconds (wall clock) and
+    time_to_first_token (a mean over requests). time_per_output_token: seconds for each token after the first.
+    """
+
+    num_rounds: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    draft_acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    acceptance_histogram: tuple[int, ...]
+    num_cache_hits: int
+    num_cache_misses: int
+    cache_hit_rate: float | None
+    mean_acceptance_length_on_hit: float | None
+    mean_acceptance_length_on_miss: float | None
+    num_backups: int
+    verify_seconds: float
+    wait_seconds: float
+    num_output_tokens: int
+    total_seconds: float
+    time_to_first_token: float | None
+    output_tokens_per_second: float | None
+    time_per_output_token: float | None
+
+    @classmethod
+    def from_rounds(
+        cls,
+        rounds: Sequence[Round],
+        *,
+        num_output_tokens: int,
+        total_seconds: float,
+        time_to_first_token: float | None,
+        num_requests: int = 1,
+    ) -> "Metrics":
+        """Sum up rounds of any order and of any number of requests.
+
+        num_output_tokens: all tokens given out, the first of each request included; total_seconds: wall clock; time_to_first_token:
+        seconds, the mean over requests, None if unknown; num_requests: requests that ran one after another, for time_per_output_token.
+        """
+        drafts = [r for r in rounds if r.drafted > 0]
+        hits = [r for r in rounds if r.hit is True]
+        misses = [r for r in rounds if r.hit is False]
+        drafted, accepted = sum(r.drafted for r in drafts), sum(r.kept for r in drafts)
+        after_first = total_seconds - num_requests * (time_to_first_token or 0.0)
+        return cls(
+            num_rounds=len(rounds),
+            num_drafts=len(drafts),
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            draft_acceptance_rate=_ratio(accepted, drafted),
+            mean_acceptance_length=_mean_length(drafts),
+            acceptance_histogram=_histogram(drafts),
+            num_cache_hits=len(hits),
+            num_cache_misses=len(misses),
+            cache_hit_rate=_ratio(len(hits), len(hits) + len(misses)),
+            mean_acceptance_length_on_hit=_mean_length(hits),
+            mean_acceptance_length_on_miss=_mean_length(misses),
+            num_backups=sum(r.backup for r in rounds),
+            verify_seconds=sum(r.verify_seconds for r in rounds),
+            wait_seconds=sum(r.wait_seconds for r in rounds),
+            num_output_tokens=num_output_tokens,
+            total_seconds=total_seconds,
+            time_to_first_token=time_to_first_token,
+            output_tokens_per_second=_ratio(num_output_tokens, total_seconds),
+            time_per_output_token=None if time_to_first_token is None else _ratio(after_first, num_output_tokens - num_requests),
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields by name, ready for JSON."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator > 0 else None
+
+
+def _mean_length(rounds: Sequence[Round]) -> float | None:
+    return _ratio(sum(1 + r.kept for r in rounds), len(rounds))
+
+
+def _histogram(drafts: Sequence[Round]) -> tuple[int, ...]:
+    longest = max((r.drafted for r in drafts), default=-1)
+    kept = [r.kept for r in drafts]
+    return tuple(kept.count(k) for k in range(longest + 1))

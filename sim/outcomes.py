@@ -1,0 +1,152 @@
+"""What the target decides: models of the outcome of a round, drawn as (accepted length k, rank of the bonus token).
+
+The rank is 1-based among the candidates of position k, best first: without the sent token for k below the drafted length, with
+all tokens where everything was accepted. An outcome is in the cache if its rank is at most F_k.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from theory import check
+
+# A rank that no cache holds: the bonus is none of the candidates that a curve tells of.
+NEVER = 1 << 30
+
+Outcome = tuple[int, int]
+Draw = Callable[[int, bool], Outcome]
+
+
+class Outcomes(Protocol):
+    """A model of outcomes."""
+
+    def start(self, rng: np.random.Generator) -> Draw:
+        """A new stream: a function of (drafted length, whether the draft was a hit) that returns the next (k, rank)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Positional:
+    """Acceptance and candidates that depend on the position.
+
+    alphas: K acceptance rates, each given that all before were accepted; curves: K+1 cumulative curves indexed by F (theory.hits), the
+    last one for full acceptance, whatever the drafted length. What a curve leaves to 1 at its end is drawn as the rank NEVER.
+    """
+
+    alphas: tuple[float, ...]
+    curves: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        check.probability("alphas", self.alphas)
+        if len(self.curves) != len(self.alphas) + 1:
+            raise ValueError(f"{len(self.curves)} curves for {len(self.alphas)} alphas: pass one a position and one for full acceptance")
+        for k, curve in enumerate(self.curves):
+            check.curve(f"curves[{k}]", curve)
+
+    def start(self, rng: np.random.Generator) -> Draw:
+        """A stream of independent rounds; ValueError when asked for more drafted tokens than there are alphas."""
+        curves = [np.asarray(curve) for curve in self.curves]
+
+        def draw(drafted: int, hit: bool) -> Outcome:
+            if drafted > len(self.alphas):
+                raise ValueError(f"drafted={drafted} tokens but only {len(self.alphas)} alphas: give one for every position")
+            accepted = next((k for k in range(drafted) if rng.random() >= self.alphas[k]), drafted)
+            return accepted, _rank(curves[accepted if accepted < drafted else -1], rng)
+
+        return draw
+
+
+@dataclass(frozen=True, slots=True)
+class IID:
+    """Every position is accepted with probability alpha; ranks follow a cumulative curve indexed by F (theory.hits).
+
+    curve: after a rejection; curve_at_end: after full acceptance, where no token is excluded (default: the same). What a curve leaves
+    to 1 at its end is drawn as the rank NEVER.
+    """
+
+    alpha: float
+    curve: tuple[float, ...]
+    curve_at_end: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check.probability("alpha", self.alpha)
+        check.curve("curve", self.curve)
+        if self.curve_at_end is not None:
+            check.curve("curve_at_end", self.curve_at_end)
+
+    def start(self, rng: np.random.Generator) -> Draw:
+        """A stream of independent rounds."""
+        rejected = np.asarray(self.curve)
+        end = rejected if self.curve_at_end is None else np.asarray(self.curve_at_end)
+
+        def draw(drafted: int, hit: bool) -> Outcome:
+            accepted = next((k for k in range(drafted) if rng.random() >= self.alpha), drafted)
+            return accepted, _rank(rejected if accepted < drafted else end, rng)
+
+        return draw
+
+
+@dataclass(frozen=True, slots=True)
+class TwoState:
+    """One model for rounds whose draft was a hit and one for all others."""
+
+    after_hit: Outcomes
+    after_miss: Outcomes
+
+    def start(self, rng: np.random.Generator) -> Draw:
+        """A stream that asks the model of the state it is in."""
+        hit_draw, miss_draw = self.after_hit.start(rng), self.after_miss.start(rng)
+        return lambda drafted, hit: hit_draw(drafted, hit) if hit else miss_draw(drafted, hit)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Recorded rounds, played back in blocks of successive rounds from random places, so that runs of easy or hard text stay together.
+
+    rounds: (k, rank) of rounds with `lookahead` drafted tokens each; block: rounds played before the next jump. A shorter draft is
+    answered from the same record: what was accepted beyond its end is a bonus token of rank 1 (the draft's own choice), and a rejection at
+    its end is one rank later (there the sent token is a candidate too). ValueError when asked for longer drafts.
+    """
+
+    rounds: tuple[Outcome, ...] = field(repr=False)
+    lookahead: int
+    block: int = 16
+
+    def __post_init__(self) -> None:
+        check.count("lookahead", self.lookahead, 0)
+        check.count("block", self.block, 1)
+        if not self.rounds:
+            raise ValueError("rounds=() holds nothing to replay: record at least one round")
+        for k, rank in self.rounds:
+            if not (0 <= k <= self.lookahead and rank >= 1):
+                raise ValueError(f"rounds has ({k}, {rank}): k must lie in 0..lookahead={self.lookahead} and rank start at 1")
+
+    def start(self, rng: np.random.Generator) -> Draw:
+        """A stream of resampled blocks; a block that reaches the end of the record goes on at its beginning."""
+        position, left = 0, 0
+
+        def draw(drafted: int, hit: bool) -> Outcome:
+            nonlocal position, left
+            if left == 0:
+                position, left = int(rng.integers(len(self.rounds))), self.block
+            outcome = self.rounds[position]
+            position, left = (position + 1) % len(self.rounds), left - 1
+            return _shortened(outcome, self.lookahead, drafted)
+
+        return draw
+
+
+def _rank(curve: check.FloatArray, rng: np.random.Generator) -> int:
+    rank = int(np.searchsorted(curve, rng.random(), side="right"))
+    return rank if rank < curve.size else NEVER
+
+
+def _shortened(outcome: Outcome, lookahead: int, drafted: int) -> Outcome:
+    if drafted > lookahead:
+        raise ValueError(f"drafted={drafted} exceeds lookahead={lookahead} of the record: record longer drafts")
+    accepted, rank = outcome
+    if accepted < drafted or drafted == lookahead:
+        return outcome
+    return (drafted, 1) if accepted > drafted else (drafted, rank + 1)

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from sim.outcomes import IID, NEVER, Positional, Replay, TwoState
+from theory.acceptance import accepted_length_law
+
+CURVE = (0.0, 0.5, 0.7, 0.9)
+ROUNDS = 20_000
+
+
+def played(model, drafted, hit=True, rounds=ROUNDS):
+    draw = model.start(np.random.default_rng(1))
+    return np.array([draw(drafted, hit) for _ in range(rounds)])
+
+
+def shares(values, size):
+    return np.bincount(values, minlength=size) / len(values)
+
+
+def test_iid_outcomes_follow_the_length_law_and_the_curve():
+    k, rank = played(IID(0.7, CURVE), drafted=3).T
+    np.testing.assert_allclose(shares(k, 4), accepted_length_law(0.7, 3), atol=0.015)
+    np.testing.assert_allclose([np.mean(rank <= F) for F in (0, 1, 2, 3, 1000)], [0, 0.5, 0.7, 0.9, 0.9], atol=0.015)
+
+
+def test_iid_ranks_follow_their_own_curve_after_full_acceptance():
+    k, rank = played(IID(0.7, CURVE, curve_at_end=(0.0, 1.0)), drafted=2).T
+    assert set(rank[k == 2]) == {1}
+    assert set(rank[k < 2]) == {1, 2, 3, NEVER}
+
+
+def test_positional_outcomes_follow_each_position():
+    alphas = (0.9, 0.3)
+    k, rank = played(Positional(alphas, ((0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1.0))), drafted=2).T
+    np.testing.assert_allclose(shares(k, 3), accepted_length_law(alphas, 2), atol=0.015)
+    assert np.all(rank == k + 1)
+
+
+def test_a_short_draft_uses_the_last_curve_at_its_end():
+    model = Positional((1.0, 1.0), ((0.0, 1.0), (0.0, 1.0), (0.0, 0.0, 1.0)))
+    assert set(map(tuple, played(model, drafted=1, rounds=10))) == {(1, 2)}
+
+
+def test_two_state_outcomes_depend_on_the_draft_before():
+    model = TwoState(after_hit=IID(1.0, CURVE), after_miss=IID(0.0, CURVE))
+    assert set(played(model, 3, hit=True, rounds=10)[:, 0]) == {3}
+    assert set(played(model, 3, hit=False, rounds=10)[:, 0]) == {0}
+
+
+def test_replay_keeps_the_order_inside_a_block():
+    record = tuple((0, rank) for rank in range(1, 101))
+    ranks = played(Replay(record, lookahead=4, block=5), drafted=4, rounds=100)[:, 1].reshape(20, 5)
+    assert np.all((np.diff(ranks) == 1) | (np.diff(ranks) == -99))
+    assert len(set(ranks[:, 0])) > 10
+
+
+def test_replay_of_whole_drafts_keeps_the_law_of_the_record():
+    record = ((0, 3), (2, 1), (2, 1), (1, 9))
+    k, rank = played(Replay(record, lookahead=2, block=1), drafted=2).T
+    np.testing.assert_allclose(shares(k, 3), [0.25, 0.25, 0.5], atol=0.015)
+    assert set(zip(k.tolist(), rank.tolist(), strict=True)) == set(record)
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [((3, 5), (2, 1)), ((2, 5), (2, 6)), ((1, 5), (1, 5))])
+def test_replay_answers_a_shorter_draft_from_the_same_record(recorded, expected):
+    draw = Replay((recorded,), lookahead=3).start(np.random.default_rng(0))
+    assert draw(2, True) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: IID(70, CURVE), "alpha=70"),
+        (lambda: IID(0.7, (0.5, 0.2)), "curve=.*cumulative"),
+        (lambda: IID(0.7, CURVE, (0.0, 2.0)), "curve_at_end=.*at most 1"),
+        (lambda: Positional((0.5,), (CURVE,)), "1 curves for 1 alphas"),
+        (lambda: Positional((0.5,), (CURVE, (1.0,))), r"curves\[1\]"),
+        (lambda: Positional((0.5,), (CURVE, CURVE)).start(np.random.default_rng(0))(2, True), "drafted=2 tokens but only 1 alphas"),
+        (lambda: Replay((), 3), "nothing to replay"),
+        (lambda: Replay(((4, 1),), 3), r"\(4, 1\).*lookahead=3"),
+        (lambda: Replay(((1, 0),), 3), "rank start at 1"),
+        (lambda: Replay(((1, 1),), 3, block=0), "block=0"),
+        (lambda: Replay(((1, 1),), 3).start(np.random.default_rng(0))(4, True), "drafted=4 exceeds lookahead=3"),
+    ],
+)
+def test_a_bad_model_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,80 @@
+"""How often the outcome of a round is in the cache.
+
+A curve is an array indexed by the fan-out: curve[F] is the probability that the bonus token is among the F best candidates, curve[0] = 0.
+Candidates at a position k < K are the draft's best tokens without the token that was sent, which cannot be the bonus there; at K, where all
+was accepted, none is excluded. So the curve of position K is another one than those before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from theory import check
+from theory.check import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class PowerLaw:
+    """Miss probability 1 - h(F) = floor + c F^-r, never above 1 (Definition 11 is c = 1, floor = 0; measured curves need a free c)."""
+
+    r: float
+    c: float = 1.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        check.positive("r", self.r)
+        check.non_negative("c", self.c)
+        check.probability("floor", self.floor)
+
+    def hit(self, F: ArrayLike) -> FloatArray:
+        """Probability h(F) that the bonus is among the F best candidates; 0 at F = 0; F may be fractional. Broadcasts."""
+        fan_out = check.non_negative("F", F)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            miss = self.floor + self.c * fan_out**-self.r
+        return np.where(fan_out > 0, 1 - np.minimum(miss, 1.0), 0.0)
+
+    def curve(self, largest: int) -> FloatArray:
+        """The cumulative curve at F = 0..largest, [largest+1]."""
+        return self.hit(np.arange(check.count("largest", largest, 0) + 1))
+
+
+def fit_power_law(F: ArrayLike, miss: ArrayLike) -> PowerLaw:
+    """The law c F^-r, without a floor, that is nearest to measured miss rates in the least squares of their logarithms.
+
+    F, miss: [n] fan-outs >= 1 and miss rates in (0, 1], n >= 2. ValueError where no falling law exists.
+    """
+    sizes, rates = check.positive("F", F), check.positive("miss", check.probability("miss", miss))
+    if sizes.ndim != 1 or sizes.shape != rates.shape or np.unique(sizes).size < 2:
+        raise ValueError(f"F={F!r} and miss={miss!r} must be lists of one length with at least two different fan-outs")
+    slope, intercept = np.polyfit(np.log(sizes), np.log(rates), 1)
+    if slope >= 0:
+        raise ValueError(f"miss={miss!r} does not fall as F={F!r} grows: measure more rounds or use the curve itself")
+    return PowerLaw(r=float(-slope), c=float(np.exp(intercept)))
+
+
+def hit_probability(length_law: ArrayLike, fan_out: Sequence[int], curves: Sequence[ArrayLike]) -> float:
+    """Probability sum_k P(k) curves[k][F_k] that the outcome of a round is in the cache.
+
+    length_law: P(k), [K+1]; fan_out: F_k, K+1 whole numbers; curves: K+1 cumulative curves (a curve is flat past its end). ValueError
+    if the lengths differ.
+    """
+    law, checked = check.distribution("length_law", length_law), [check.curve(f"curves[{k}]", c) for k, c in enumerate(curves)]
+    if not law.size == len(fan_out) == len(checked):
+        raise ValueError(f"{law.size} lengths, {len(fan_out)} fan-outs and {len(checked)} curves: pass K+1 of each")
+    sizes = [check.count(f"fan_out[{k}]", F, 0) for k, F in enumerate(fan_out)]
+    return float(sum(P * curve[min(F, curve.size - 1)] for P, F, curve in zip(law, sizes, checked, strict=True)))
+
+
+def stationary_hit_rate(h_after_hit: ArrayLike, h_after_miss: ArrayLike) -> FloatArray:
+    """Share of hits in the long run when hits depend on whether the round before hit, m / (1 - h + m). Broadcasts. [derived]
+
+    ValueError for h_after_hit = 1 with h_after_miss = 0, a chain that never leaves the state it began in.
+    """
+    h, m = check.probability("h_after_hit", h_after_hit), check.probability("h_after_miss", h_after_miss)
+    if np.any((h == 1) & (m == 0)):
+        raise ValueError(
+            f"h_after_hit={h_after_hit!r} with h_after_miss={h_after_miss!r} has no single long-run rate: move one off its end"
+        )
+    return np.asarray(m / (1 - h + m))
