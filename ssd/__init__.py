@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from sim.metrics import Metrics
     from sim.timeline import Timeline
     from ssd.engine.engine import Engine
+    from ssd.planner import plan
+    from ssd.profiler import profile
     from ssd.specs import (
         Configuration,
         Hardware,
@@ -29,6 +31,8 @@ _HOME = {
     "Engine": "ssd.engine.engine",
     "Metrics": "sim.metrics",
     "Timeline": "sim.timeline",
+    "plan": "ssd.planner",
+    "profile": "ssd.profiler",
     **dict.fromkeys(
         ("Configuration", "Hardware", "Models", "Placement", "Plan", "Profile", "RequestOutput", "SamplingParams", "Workload"), "ssd.specs"
     ),
@@ -47,6 +51,8 @@ __all__ = [
     "SamplingParams",
     "Timeline",
     "Workload",
+    "plan",
+    "profile",
 ]
 
 

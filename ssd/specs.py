@@ -76,6 +76,7 @@ class Hardware(Spec):
     devices: tuple[Device, ...] = Field(min_length=1, description="in order; the draft gets the last (list of devices)")
     shared_memory: bool = Field(False, description="whether the devices draw on one memory, as CPU cores do (yes or no)")
     link_seconds: float = Field(1e-4, ge=0, description="one-way latency of a small message between devices, seconds")
+    local: bool = Field(False, description="whether it is the machine it was made on, so that profiling can measure it (yes or no)")
 
     @model_validator(mode="after")
     def _ids_differ(self) -> Self:
