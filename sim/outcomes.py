@@ -102,6 +102,55 @@ class TwoState:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """Greedy texts as the draft would have ranked them: exact rounds for any lookahead, from real text.
+
+    ranks: for each text, the rank of every token among the draft's choices after what precedes it, 1 being the token that the draft
+    would have sent. Under greedy decoding the rounds of any draft length follow: tokens are accepted while the rank is 1, the next is
+    the bonus, and the sent token, being first, is no candidate where it was rejected. ValueError for a text without tokens.
+    """
+
+    ranks: tuple[tuple[int, ...], ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.ranks or any(not text or min(text) < 1 for text in self.ranks):
+            raise ValueError(f"ranks={self.ranks!r} needs at least one text, each of at least one rank, counted from 1")
+
+    def start(self, rng: np.random.Generator) -> Draw:
+        """A stream that reads random texts from their beginning, each cut off where a draft would reach past its end."""
+        text, place = self.ranks[int(rng.integers(len(self.ranks)))], 0
+
+        def draw(drafted: int, hit: bool) -> Outcome:
+            nonlocal text, place
+            if place + drafted >= len(text):
+                text = self.ranks[int(rng.integers(len(self.ranks)))]
+                place = 0
+            outcome = outcome_at(text, place, drafted)
+            place += outcome[0] + 1
+            return outcome
+
+        return draw
+
+
+def outcome_at(ranks: tuple[int, ...], place: int, drafted: int) -> Outcome:
+    """The outcome of a greedy round whose first drafted token stands at `place` of a text with these ranks; past its end all is accepted."""
+    accepted = next((k for k in range(drafted) if place + k < len(ranks) and ranks[place + k] > 1), drafted)
+    rank = ranks[place + accepted] if place + accepted < len(ranks) else 1
+    return accepted, rank - (accepted < drafted)
+
+
+def rounds_of(ranks: tuple[tuple[int, ...], ...], lookahead: int) -> list[Outcome]:
+    """The rounds in which greedy decoding with `lookahead` draft tokens reads each text, begun at each of its first lookahead+1 places."""
+    rounds = []
+    for text in ranks:
+        for place in range(min(lookahead + 1, len(text))):
+            while place + lookahead < len(text):
+                rounds.append(outcome_at(text, place, lookahead))
+                place += rounds[-1][0] + 1
+    return rounds
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """Recorded rounds, played back in blocks of successive rounds from random places, so that runs of easy or hard text stay together.
 

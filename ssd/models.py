@@ -65,7 +65,7 @@ class Source:
     def parameters(self) -> int:
         """Number of weights, counted without allocating them."""
         with torch.device("meta"):
-            return sum(p.numel() for p in AutoModelForCausalLM.from_config(self.config).parameters())
+            return sum(p.numel() for p in AutoModelForCausalLM.from_config(self.config).parameters())  # type: ignore[no-untyped-call]
 
     @property
     def kv_values_per_token(self) -> int:
@@ -80,7 +80,9 @@ class Source:
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder, **self.arguments)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.name!r} has no tokenizer that transformers can read: put its tokenizer files beside the weights") from error
+            raise ValueError(
+                f"{self.name!r} has no tokenizer that transformers can read: put its tokenizer files beside the weights"
+            ) from error
         return tokenizer
 
 
@@ -116,7 +118,9 @@ def locate(option: str, name: str) -> Source:
     if path.is_dir():
         return Source(name, str(path), None, _config(option, name, str(path), None))
     if name.count("/") > 1 or name.startswith((".", "~", "/")):
-        raise ValueError(f"{option}={name!r}: no such folder; give a folder with a config.json, a .gguf file or a hub id such as 'org/name'")
+        raise ValueError(
+            f"{option}={name!r}: no such folder; give a folder with a config.json, a .gguf file or a hub id such as 'org/name'"
+        )
     return Source(name, name, None, _config(option, name, name, None))
 
 
@@ -125,7 +129,11 @@ def _config(option: str, name: str, folder: str, gguf_file: str | None) -> PreTr
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **extra)
     except (OSError, ValueError, KeyError) as error:
-        remedy = "check the name and the network, or give a local folder or .gguf file" if folder == name else "it needs a config.json of a transformers model"
+        remedy = (
+            "check the name and the network, or give a local folder or .gguf file"
+            if folder == name
+            else "it needs a config.json of a transformers model"
+        )
         raise ValueError(f"{option}={name!r} cannot be read: {remedy} ({str(error).splitlines()[0]})") from error
     return config
 
@@ -141,7 +149,9 @@ def check_architecture(option: str, source: Source, max_model_len: int) -> None:
         )
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
-        raise ValueError(f"{option}={source.name!r} has layers of type {', '.join(sorted(other))}, which cannot be rolled back: use a full-attention model")
+        raise ValueError(
+            f"{option}={source.name!r} has layers of type {', '.join(sorted(other))}, which cannot be rolled back: use a full-attention model"
+        )
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
     if sliding and window is not None and window < max_model_len and getattr(config, "use_sliding_window", True):
@@ -166,7 +176,9 @@ def inspect(models: Models) -> Pair:
     target = locate("target", models.target)
     max_model_len = models.max_model_len or min(target.max_positions, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > target.max_positions:
-        raise ValueError(f"max_model_len={max_model_len} is more than the {target.max_positions} tokens of target {models.target!r}: lower it")
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the {target.max_positions} tokens of target {models.target!r}: lower it"
+        )
     check_architecture("target", target, max_model_len)
     tokenizer = target.tokenizer()
     draft = None
@@ -234,7 +246,7 @@ def load(source: Source, device: torch.device, dtype: torch.dtype) -> LoadedMode
     stored = "auto" if device.type == "cpu" and dtype == torch.float32 else dtype
     module = AutoModelForCausalLM.from_pretrained(
         source.folder, dtype=stored, device_map={"": device}, attn_implementation=ATTENTION, **source.arguments
-    ).eval()
+    ).eval()  # type: ignore[no-untyped-call]
     if device.type == "cpu" and dtype == torch.float32:
         fp32_compute_from_bf16(module)
     return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions)

@@ -76,7 +76,7 @@ class Hardware(Spec):
     devices: tuple[Device, ...] = Field(min_length=1, description="in order; the draft gets the last (list of devices)")
     shared_memory: bool = Field(False, description="whether the devices draw on one memory, as CPU cores do (yes or no)")
     link_seconds: float = Field(1e-4, ge=0, description="one-way latency of a small message between devices, seconds")
-    local: bool = Field(False, description="whether it is the machine it was made on, so that profiling can measure it (yes or no)")
+    is_local: bool = Field(False, description="whether it is the machine it was made on, so that profiling can measure it (yes or no)")
 
     @model_validator(mode="after")
     def _ids_differ(self) -> Self:
@@ -116,7 +116,9 @@ class Models(Spec):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="type computed in; auto is float32 on a CPU and bfloat16 elsewhere (no unit)"
     )
-    max_model_len: int | None = Field(None, ge=2, description="prompt and output together, tokens; none takes what the target can, at most 4096")
+    max_model_len: int | None = Field(
+        None, ge=2, description="prompt and output together, tokens; none takes what the target can, at most 4096"
+    )
 
 
 class Workload(Spec):
@@ -182,14 +184,6 @@ class ForwardLatency(Spec):
         return self
 
 
-class RecordedRound(Spec):
-    """One verification as it happened: what the outcome was and how the draft would have ranked it."""
-
-    drafted: int = Field(ge=0, description="draft tokens verified (count)")
-    accepted: int = Field(ge=0, description="draft tokens accepted (count)")
-    rank: int = Field(ge=1, description="place of the bonus among the draft's candidates at its position, best is 1 (rank)")
-
-
 class Profile(Spec):
     """Latency and acceptance of a pair on a machine."""
 
@@ -198,7 +192,9 @@ class Profile(Spec):
     prompt_set: str = Field(description="the prompts acceptance was measured on (no unit)")
     forwards: tuple[ForwardLatency, ...] = Field(description="latency tables (list)")
     prefill_seconds_per_token: float = Field(ge=0, description="target's prefill, seconds per prompt token")
-    rounds: tuple[tuple[RecordedRound, ...], ...] = Field((), description="recorded rounds, one list a prompt (list)")
+    traces: tuple[tuple[int, ...], ...] = Field(
+        (), description="for each prompt, the rank of every output token among the draft's choices, 1 being its own (rank)"
+    )
     draft_acceptance_rate: float = Field(ge=0, le=1, description="chance that a draft token is accepted given those before it were (ratio)")
     acceptance_source: Source = Field(description="where acceptance comes from (no unit)")
     link_seconds: float = Field(ge=0, description="one-way latency of a message between the two processes, seconds")
@@ -218,7 +214,9 @@ class Prediction(Spec):
     speedup_vs_ar: float = Field(ge=0, description="against AR on the target's devices, one device more for SSD (ratio)")
     speedup_vs_sd: float | None = Field(None, ge=0, description="against the best SD on the target's devices (ratio)")
     speedup_vs_ar_equal_devices: float = Field(ge=0, description="against AR on every device this configuration uses (ratio)")
-    speedup_vs_sd_equal_devices: float | None = Field(None, ge=0, description="against the best SD on every device this configuration uses (ratio)")
+    speedup_vs_sd_equal_devices: float | None = Field(
+        None, ge=0, description="against the best SD on every device this configuration uses (ratio)"
+    )
     hit_rate: float | None = Field(None, ge=0, le=1, description="share of rounds whose outcome is cached, none without a cache (ratio)")
     draft_acceptance_rate: float | None = Field(None, ge=0, le=1, description="accepted over drafted tokens (ratio)")
     mean_acceptance_length: float = Field(ge=1, description="tokens a round, bonus included (tokens)")
@@ -255,7 +253,9 @@ class Configuration(Spec):
                 raise ValueError("mode='sd' has no cache: leave fan_out_hit and fan_out_miss out and backup at 'jit'")
             return self
         if self.placement.overlaps:
-            raise ValueError(f"placement={self.placement.model_dump()}: mode='ssd' needs a device for the draft alone; use mode='sd' on one")
+            raise ValueError(
+                f"placement={self.placement.model_dump()}: mode='ssd' needs a device for the draft alone; use mode='sd' on one"
+            )
         for name in ("fan_out_hit", "fan_out_miss"):
             check_fan_out(name, getattr(self, name), K)
         return self
@@ -266,7 +266,9 @@ def check_fan_out(name: str, fan_out: tuple[int, ...], K: int) -> None:
     if len(fan_out) != K + 1:
         raise ValueError(f"{name}={fan_out} has {len(fan_out)} entries: with num_speculative_tokens={K} give {K + 1}, F_0 to F_{K}")
     if min(fan_out) < 0 or not any(fan_out):
-        raise ValueError(f"{name}={fan_out} caches nothing or a negative number: give counts of 0 or more, at least one above 0, or use mode='sd'")
+        raise ValueError(
+            f"{name}={fan_out} caches nothing or a negative number: give counts of 0 or more, at least one above 0, or use mode='sd'"
+        )
 
 
 class Plan(Configuration):

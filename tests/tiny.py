@@ -13,7 +13,13 @@ EOS = "<eos>"
 VOCAB = {token: index for index, token in enumerate([*BYTES, EOS])}
 CONTEXT = 96
 
-SHAPE = {"vocab_size": len(VOCAB) + 7, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+SHAPE = {
+    "vocab_size": len(VOCAB) + 7,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}
 GROUPED = {**SHAPE, "intermediate_size": 48, "num_key_value_heads": 2}
 EXTRA = {
     "gpt2": {"vocab_size": SHAPE["vocab_size"], "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},

@@ -94,11 +94,3 @@ def choose_outcomes(draft: Branches, drafted: int, fan_out: Sequence[int], end_i
     accepted = np.repeat(np.arange(drafted + 1), wanted)
     places = np.concatenate([np.arange(count) for count in wanted])
     return Outcomes(ranked[torch.from_numpy(accepted), torch.from_numpy(places)], accepted)
-
-
-def rank_of_bonus(draft: Branches, drafted: int, accepted: int, bonus: int) -> int:
-    """Return the place of `bonus` among the candidates after `accepted` draft tokens, 1 for the likeliest."""
-    logits = draft.logits[accepted][0].clone()
-    if accepted < drafted:
-        logits[draft.tokens[accepted + 1][0]] = float("-inf")
-    return 1 + int((logits > logits[bonus]).sum())

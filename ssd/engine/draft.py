@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sim.timeline import Span
-from ssd.engine.cache import Branches, advance, choose_outcomes, rank_of_bonus
+from ssd.engine.cache import Branches, advance, choose_outcomes
 from ssd.engine.forward import Queries, SlotModel
 from ssd.engine.kv import Abort, Aborted, Slots
 from ssd.engine.link import Draft, Link, Outcome, Setup, Start, Stop
@@ -117,7 +117,6 @@ class Drafter:
     def answer(self, outcome: Outcome) -> None:
         """Send the draft that follows `outcome`, from the cache or by the backup, then build the next cache until disturbed."""
         row = self._row(outcome.request)
-        rank = self._rank(row, outcome)
         row.commit(outcome.accepted, outcome.bonus)
         row.speculates = row.speculates and self._fits(row) and outcome.bonus < self.vocab_size
         drafting = row.speculates and (row.hit or self.setup.backup == "jit")
@@ -125,7 +124,7 @@ class Drafter:
         row.sent = len(tokens)
         caching = bool(self.setup.fan_out_hit)
         missed = caching and not row.hit
-        self.link.send(Draft(row.request, outcome.round, tokens, row.hit if caching else None, missed and drafting, rank))
+        self.link.send(Draft(row.request, outcome.round, tokens, row.hit if caching else None, missed and drafting))
         if row.speculates:
             self._build(row, outcome.round)
 
@@ -135,12 +134,6 @@ class Drafter:
     def _fits(self, row: DraftRow) -> bool:
         # A branch reaches K+1 tokens past a draft of K tokens.
         return row.length + 2 * self.setup.num_speculative_tokens + 2 <= self.loaded.max_positions
-
-    def _rank(self, row: DraftRow, outcome: Outcome) -> int | None:
-        known = row.draft is not None and row.draft.fed > outcome.accepted and outcome.bonus < self.vocab_size
-        if not self.setup.record_ranks or row.draft is None or not known:
-            return None
-        return rank_of_bonus(row.draft, row.sent, outcome.accepted, outcome.bonus)
 
     def _complete(self, row: DraftRow, round_index: int) -> tuple[int, ...]:
         """Return the row's K draft tokens, drafting now those that no cached branch holds."""
@@ -155,16 +148,15 @@ class Drafter:
     def _build(self, row: DraftRow, round_index: int) -> None:
         """Draft for the chosen outcomes, one token of every branch a step, until all is drafted or a message makes it moot."""
         fan_out = self.setup.fan_out_hit if row.hit else self.setup.fan_out_miss
-        if not fan_out and not self.setup.record_ranks:
+        if not fan_out:
             return
         with self._span("build", round_index, row), suppress(Aborted):
             draft = row.draft or self._feed_pending(row, self._moot)
             while draft.fed <= row.sent:
                 self._advance(row, draft, self._moot)
-            if fan_out:
-                row.cache = row.plant(draft, fan_out, self.setup.num_speculative_tokens + 1)
-                while row.cache.fed < self.setup.num_speculative_tokens and self.link.peek() is None:
-                    self._advance(row, row.cache, self._moot)
+            row.cache = row.plant(draft, fan_out, self.setup.num_speculative_tokens + 1)
+            while row.cache.fed < self.setup.num_speculative_tokens and self.link.peek() is None:
+                self._advance(row, row.cache, self._moot)
 
     def _feed_pending(self, row: DraftRow, abort: Abort | None = None) -> Branches:
         """Feed the committed tokens that the model has not seen and return the row's new draft, rooted at the last of them."""

@@ -11,7 +11,25 @@ import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from ssd.engine.link import Boot, Failed, Link, LinkError, Outcome, Ping, Ready, Rehearse, Rehearsed, Setup, Shutdown, Spans, Start, Stop, TakeSpans
+from ssd.engine.link import (
+    Boot,
+    Failed,
+    Link,
+    LinkError,
+    Outcome,
+    Ping,
+    Ready,
+    Rehearse,
+    Rehearsed,
+    Score,
+    Scored,
+    Setup,
+    Shutdown,
+    Spans,
+    Start,
+    Stop,
+    TakeSpans,
+)
 
 if TYPE_CHECKING:
     from ssd.engine.draft import Drafter
@@ -65,7 +83,7 @@ def _load(boot: Boot, link: Link) -> Drafter:
 
 def _obey(drafter: Drafter, link: Link, message: object, boot: Boot) -> None:
     from ssd.devices import pin
-    from ssd.engine.rehearsal import rehearse
+    from ssd.engine.rehearsal import rank_tokens, rehearse
 
     match message:
         case Setup():
@@ -81,6 +99,8 @@ def _obey(drafter: Drafter, link: Link, message: object, boot: Boot) -> None:
         case Rehearse():
             again = (lambda done: done < message.repeats) if message.repeats else (lambda done: link.peek() is None)
             link.send(Rehearsed(tuple(rehearse(drafter.loaded, boot.rows, message.tokens, message.context, again))))
+        case Score():
+            link.send(Scored(tuple(rank_tokens(drafter.loaded, message.tokens, message.start))))
         case TakeSpans():
             link.send(Spans(tuple(drafter.spans)))
             drafter.spans.clear()

@@ -49,7 +49,7 @@ class Engine:
         self.plan, self.deadline = plan, deadline
         self.pair = inspect(plan.models)
         self._check_memory(plan, self.pair)
-        self._peer: DraftPeer | None = None
+        self.peer: DraftPeer | None = None
         self._requests = itertools.count()
         self._finished: list[tuple[Metrics, list[Round]]] = []
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
@@ -74,12 +74,12 @@ class Engine:
 
     def _start(self, plan: Plan) -> None:
         if plan.mode != "ar":
-            self._peer = DraftPeer(*spawn(self._boot(plan)), self.deadline)
+            self.peer = DraftPeer(*spawn(self._boot(plan)), self.deadline)
         device = torch_device(plan.placement.target)
         with pinned(plan.placement.target):
-            self._target = load(self.pair.target, device, compute_dtype(plan.models, device))
-        if self._peer is not None:
-            self._await_ready(self._peer)
+            self.loaded = load(self.pair.target, device, compute_dtype(plan.models, device))
+        if self.peer is not None:
+            self._await_ready(self.peer)
         self._configure(plan)
 
     def _boot(self, plan: Plan) -> Boot:
@@ -89,7 +89,7 @@ class Engine:
 
     def _await_ready(self, peer: DraftPeer) -> None:
         try:
-            peer.link.expect(Ready, LOAD_DEADLINE)
+            peer.link.expect(Ready, deadline=LOAD_DEADLINE)
         except LinkError as error:
             raise RuntimeError(f"the draft's process did not start: {error}") from error
 
@@ -97,8 +97,10 @@ class Engine:
         """Decode as `configuration` says from the next request on, with the models that are loaded; for comparing modes and placements."""
         self._check_idle()
         plan = self.plan.with_configuration(configuration)
-        if plan.mode != "ar" and self._peer is None:
-            raise ValueError(f"mode={plan.mode!r}: this engine was started in mode 'ar', without a draft; start it from an 'sd' or 'ssd' plan")
+        if plan.mode != "ar" and self.peer is None:
+            raise ValueError(
+                f"mode={plan.mode!r}: this engine was started in mode 'ar', without a draft; start it from an 'sd' or 'ssd' plan"
+            )
         for name in ("target", "draft"):
             old, new = getattr(self.plan.placement, name), getattr(plan.placement, name)
             if old and new and torch_device(old) != torch_device(new):
@@ -106,13 +108,13 @@ class Engine:
         self._check_memory(plan, self.pair)
         self._configure(plan)
 
-    def _configure(self, plan: Plan, *, record_ranks: bool = False) -> None:
+    def _configure(self, plan: Plan) -> None:
         self.plan = plan
         slots = target_side.slots_needed(self.pair.max_model_len, plan.num_speculative_tokens)
-        self._scheduler = Scheduler(Target(self._target, ROWS, slots), self._spans)
-        setup = _setup(plan, record_ranks)
-        if self._peer is not None and plan.mode != "ar" and setup != self._setup:
-            self._peer.ask(setup, Ready)
+        self._scheduler = Scheduler(Target(self.loaded, ROWS, slots), self._spans)
+        setup = _setup(plan)
+        if self.peer is not None and plan.mode != "ar" and setup != self._setup:
+            self.peer.ask(setup, Ready)
             self._setup = setup
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
@@ -159,28 +161,28 @@ class Engine:
         self._check_idle()
         spans = list(self._spans)
         self._spans.clear()
-        if self._peer is not None and (answer := self._peer.ask(TakeSpans(), Spans)) is not None:
+        if self.peer is not None and (answer := self.peer.ask(TakeSpans(), Spans)) is not None:
             spans += answer.spans
         return Timeline(sorted(spans, key=lambda span: span.start))
 
     def health(self) -> Health:
         """Return whether the draft is at work."""
-        if self._peer is None or self.plan.mode == "ar":
+        if self.peer is None or self.plan.mode == "ar":
             return Health("none")
-        return Health("ok") if self._peer.lost is None else Health("lost", self._peer.lost)
+        return Health("ok") if self.peer.lost is None else Health("lost", self.peer.lost)
 
     def close(self) -> None:
         """End the draft's process and let the models go; harmless when called twice."""
         if self._closed:
             return
         self._closed = True
-        if self._peer is not None and self._peer.lost is None:
-            self._peer.tell(Shutdown())
+        if self.peer is not None and self.peer.lost is None:
+            self.peer.tell(Shutdown())
             with suppress(subprocess.TimeoutExpired):
-                self._peer.process.wait(2.0)
-            self._peer.process.kill()
-            self._peer.process.wait()
-            self._peer.link.close()
+                self.peer.process.wait(2.0)
+            self.peer.process.kill()
+            self.peer.process.wait()
+            self.peer.link.close()
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +215,7 @@ class Engine:
     def _decode(self, request: Request) -> Iterator[tuple[int, ...]]:
         self._check_idle()
         self._busy = True
-        peer = self._peer if self.plan.mode != "ar" else None
+        peer = self.peer if self.plan.mode != "ar" else None
         rounds = self._scheduler.decode(request, peer)
         try:
             while True:
@@ -246,12 +248,11 @@ class Engine:
         )
 
     def _text(self, tokens: Sequence[int]) -> str:
-        text: str = self.pair.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        return str(self.pair.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _setup(plan: Configuration, record_ranks: bool = False) -> Setup:
-    return Setup(plan.num_speculative_tokens, plan.fan_out_hit, plan.fan_out_miss, plan.backup, plan.placement, record_ranks)
+def _setup(plan: Configuration) -> Setup:
+    return Setup(plan.num_speculative_tokens, plan.fan_out_hit, plan.fan_out_miss, plan.backup, plan.placement)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -53,7 +53,6 @@ class Setup:
     fan_out_miss: tuple[int, ...]
     backup: str
     placement: Placement
-    record_ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft to target: the tokens to verify after outcome `round`; `hit` is None where no cache is kept, `rank` where none was asked for."""
+    """Draft to target: the tokens to verify after outcome `round`; `hit` is None where no cache is kept."""
 
     request: str
     round: int
     tokens: tuple[int, ...]
     hit: bool | None
     backup: bool
-    rank: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +106,21 @@ class Rehearsed:
     """Draft to target: seconds of each forward."""
 
     seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Target to draft: rank each of `tokens` from place `start` on among the draft's choices after what precedes it."""
+
+    tokens: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Draft to target: the ranks, 1 for the draft's own choice."""
+
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +179,14 @@ class Link:
         except (pickle.UnpicklingError, AttributeError, ImportError, IndexError, TypeError) as error:
             raise LinkError(f"a malformed message ({type(error).__name__}: {error})") from error
 
-    def expect(self, kind: type[T], deadline: float | None = None) -> T:
-        """Return the next message, which must be a `kind` (any of a union); LinkError otherwise, with the reason where the peer gave one."""
+    def expect(self, *kinds: type[T], deadline: float | None = None) -> T:
+        """Return the next message, which must be of one of `kinds`; LinkError otherwise, with the reason where the peer gave one."""
         message = self.receive(deadline)
-        if isinstance(message, kind):
+        if isinstance(message, kinds):
             return message
         if isinstance(message, Failed):
             raise LinkError(message.reason)
-        raise LinkError(f"{type(message).__name__} came where {kind} was due")
+        raise LinkError(f"{type(message).__name__} came where {' or '.join(kind.__name__ for kind in kinds)} was due")
 
     def close(self) -> None:
         """Close this end; the peer sees the end of the stream."""

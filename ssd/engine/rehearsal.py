@@ -1,4 +1,4 @@
-"""Time a model's forwards as the engine runs them."""
+"""What the profiler asks of a loaded model: the seconds of its forwards, and how it would have ranked a text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from ssd.engine.forward import Queries, SlotModel
 from ssd.models import LoadedModel
+
+SCORE_CHUNK = 128
 
 
 def rehearse(loaded: LoadedModel, rows: int, tokens: int, context: int, again: Callable[[int], bool]) -> list[float]:
@@ -27,3 +29,22 @@ def rehearse(loaded: LoadedModel, rows: int, tokens: int, context: int, again: C
         model.forward([queries] * rows).argmax(-1).tolist()
         seconds.append(monotonic() - begin)
     return seconds
+
+
+def rank_tokens(loaded: LoadedModel, tokens: tuple[int, ...], start: int) -> list[int]:
+    """Return, for each of `tokens[start:]`, its rank among the model's choices after what precedes it; 1 is the likeliest.
+
+    A token that the model does not have is ranked past all that it has.
+    """
+    model = SlotModel(loaded, 1, 1 + len(tokens))
+    ranks: list[int] = []
+    for begin in range(0, len(tokens) - 1, SCORE_CHUNK):
+        end = min(begin + SCORE_CHUNK, len(tokens) - 1)
+        visible = np.zeros((end - begin, model.slots), dtype=bool)
+        visible[:, 1 : end + 1] = np.tri(end - begin, end, begin, dtype=bool)
+        ids = torch.tensor(tokens[begin:end], device=model.device)
+        logits = model.forward([Queries(ids, np.arange(begin, end), np.arange(begin + 1, end + 1), visible)])[0]
+        for place in range(max(begin, start - 1), end):
+            token, row = tokens[place + 1], logits[place - begin]
+            ranks.append(1 + int((row > row[token]).sum()) if token < loaded.vocab_size else loaded.vocab_size + 1)
+    return ranks

@@ -15,7 +15,7 @@ from sim.metrics import Metrics, Round
 from sim.timeline import Span
 from ssd.engine.link import Draft, Link, LinkError, Outcome, Start, Stop
 from ssd.engine.target import Target
-from ssd.specs import RecordedRound, SamplingParams
+from ssd.specs import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ class Request:
     room: int
     output: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
-    ranks: list[RecordedRound] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
     started: float = 0.0
     first_token: float = 0.0
@@ -94,7 +93,7 @@ class DraftPeer:
                 return draft
             except LinkError as error:
                 self.lose(str(error))
-        return Draft(request, round_index, (), None, False, None)
+        return Draft(request, round_index, (), None, False)
 
     def ask(self, question: object, kind: type[T], deadline: float | None = None) -> T | None:
         """Send `question` and return the answer, a `kind`; None if the draft is lost."""
@@ -108,7 +107,7 @@ class DraftPeer:
     def _await(self, kind: type[T], wanted: Callable[[T], bool] = lambda _: True, deadline: float | None = None) -> T:
         """Return the next `kind` that is wanted, passing over drafts that a cancelled request left behind."""
         while True:
-            message = self.link.expect(kind | Draft, deadline or self.deadline)
+            message: object = self.link.expect(kind, Draft, deadline=deadline or self.deadline)  # type: ignore[arg-type]
             if isinstance(message, kind) and wanted(message):
                 return message
 
@@ -154,7 +153,7 @@ class Scheduler:
     def _round(self, request: Request, peer: DraftPeer | None, row: int) -> tuple[int, ...]:
         index = len(request.rounds) + 1
         begin = monotonic()
-        draft = Draft(request.request_id, index - 1, (), None, False, None)
+        draft = Draft(request.request_id, index - 1, (), None, False)
         if peer is not None:
             with self._span("wait", request, index):
                 draft = peer.draft(request.request_id, index - 1)
@@ -176,9 +175,6 @@ class Scheduler:
         return kept
 
     def _record(self, request: Request, draft: Draft, drafted: int, accepted: int, committed: int, verify: float, wait: float) -> None:
-        if draft.rank is not None and request.rounds:
-            last = request.rounds[-1]
-            request.ranks.append(RecordedRound(drafted=last.drafted, accepted=last.accepted, rank=draft.rank))
         request.rounds.append(
             Round(
                 request=request.request_id,

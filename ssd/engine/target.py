@@ -63,7 +63,10 @@ class Target:
 
     def verify(self, drafts: Sequence[Sequence[int] | None]) -> list[tuple[int, int] | None]:
         """Verify each row's draft (None: an idle row) greedily in one forward; return (accepted, bonus) a row and roll the rest back."""
-        fed = [None if row is None or draft is None else self._chain(row, [row.last, *draft]) for row, draft in zip(self.rows, drafts, strict=True)]
+        fed = [
+            None if row is None or draft is None else self._chain(row, [row.last, *draft])
+            for row, draft in zip(self.rows, drafts, strict=True)
+        ]
         logits = self.model.forward([None if pair is None else pair[0] for pair in fed])
         outcomes = accept_greedy(logits, [[] if draft is None else draft for draft in drafts])
         found: list[tuple[int, int] | None] = [None] * len(drafts)

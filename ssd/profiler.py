@@ -1,0 +1,198 @@
+"""A short profile of a pair on this machine: forwards of both models where a plan may place them, the link, acceptance on real prompts."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import Literal, TypeVar
+
+from sim.outcomes import rounds_of
+from ssd.devices import pinned
+from ssd.engine.engine import Engine
+from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
+from ssd.engine.rehearsal import rehearse
+from ssd.placements import placements
+from ssd.prompts import prompts as prompt_texts
+from ssd.specs import Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Workload
+
+logger = logging.getLogger(__name__)
+
+VERIFY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+BRANCHES = (1, 2, 3, 4, 6, 8, 12, 16)
+REPEATS = 5
+PROMPTS = 4
+TRACE_TOKENS = 64
+TEXT_LOOKAHEAD = 3
+# The draft's work beside which the target's contended forwards are timed, and the other way round.
+BUSY_BRANCHES = 4
+BUSY_TOKENS = 4
+
+T = TypeVar("T")
+Progress = Callable[[str, float], None]
+
+
+def profile(
+    hardware: Hardware, models: Models, workload: Workload | None = None, *, prompts: Sequence[str] | None = None, progress: Progress | None = None
+) -> Profile:
+    """Measure `models` on `hardware`, which must be this machine, in a minute or two for models of a billion weights.
+
+    prompts: texts to measure acceptance on, else a few of the workload's prompt set. progress is called with what is being measured and
+    the share done, 0..1. ValueError where the hardware is another machine.
+    """
+    workload = workload or Workload()
+    if not hardware.is_local:
+        raise ValueError(f"hardware {hardware.name!r} is not this machine: profile where the models will run, or plan without a profile")
+    places = placements(hardware)
+    if models.draft is None:
+        places = tuple(Placement(target=place.target) for place in places if place.overlaps or len(hardware.devices) == 1)
+    with Engine.from_plan(_first_plan(hardware, models, places)) as engine:
+        return _Profiler(engine, workload, progress or (lambda *_: None)).run(places, prompts)
+
+
+def _first_plan(hardware: Hardware, models: Models, places: Sequence[Placement]) -> Plan:
+    place = places[0]
+    if models.draft is None:
+        return Plan(mode="ar", placement=place, hardware=hardware, models=models)
+    return Plan(mode="sd", num_speculative_tokens=TEXT_LOOKAHEAD, placement=_shared(place), hardware=hardware, models=models)
+
+
+def _shared(place: Placement) -> Placement:
+    return Placement(target=place.target, draft=place.target)
+
+
+class _Profiler:
+    """The measurements on one running engine."""
+
+    def __init__(self, engine: Engine, workload: Workload, progress: Progress) -> None:
+        self.engine, self.workload, self.progress = engine, workload, progress
+        self.context = workload.prompt_tokens + workload.output_tokens // 2
+
+    def run(self, places: Sequence[Placement], prompts: Sequence[str] | None) -> Profile:
+        """Measure everything and put it together."""
+        models = self.engine.plan.models
+        texts = list(prompts or prompt_texts(self.workload.prompt_set, PROMPTS, self.engine.pair.tokenizer))
+        outputs, overhead, prefill = self._decode(texts)
+        traces = self._traces(outputs) if models.draft is not None else ()
+        forwards = [table for place, share in _with_share(places) for table in self._forwards(place, share)]
+        rounds = rounds_of(traces, TEXT_LOOKAHEAD) if traces else []
+        accepted, tried = sum(k for k, _ in rounds), sum(min(k + 1, TEXT_LOOKAHEAD) for k, _ in rounds)
+        return Profile(
+            hardware=self.engine.plan.hardware.name,
+            models=models,
+            prompt_set=self.workload.prompt_set if prompts is None else "given",
+            forwards=tuple(_once(forwards)),
+            prefill_seconds_per_token=prefill,
+            traces=traces,
+            draft_acceptance_rate=accepted / tried if tried else 0.0,
+            acceptance_source="measured" if traces else "assumed",
+            link_seconds=self._link(),
+            overhead_seconds=overhead,
+        )
+
+    def _decode(self, texts: Sequence[str]) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], float, float]:
+        """Decode the prompts; return (prompt, output) token ids, host seconds a round beside verifying and waiting, prefill seconds a token."""
+        outputs, overheads, prefills = [], [], []
+        for place, text in enumerate(texts):
+            self.progress("acceptance", 0.4 * place / len(texts))
+            output = self.engine.generate(text, SamplingParams(max_tokens=TRACE_TOKENS))[0]
+            metrics = output.metrics
+            outputs.append((output.prompt_token_ids, output.token_ids))
+            first = metrics.time_to_first_token or 0.0
+            prefills.append(first / len(output.prompt_token_ids))
+            if metrics.num_rounds:
+                overheads.append((metrics.total_seconds - first - metrics.verify_seconds - metrics.wait_seconds) / metrics.num_rounds)
+        return outputs, max(0.0, statistics.median(overheads or [0.0])), statistics.median(prefills)
+
+    def _traces(self, outputs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
+        return tuple(self._ask(Score(prompt + output, len(prompt)), Scored).ranks for prompt, output in outputs)
+
+    def _link(self) -> float:
+        if self.engine.peer is None:
+            return 0.0
+        with pinned(self.engine.plan.placement.target):
+            seconds = [_timed(lambda: self._ask(Ping(), Ping)) for _ in range(50)]
+        return statistics.median(seconds) / 2
+
+    def _forwards(self, place: Placement, share: float) -> Iterator[ForwardLatency]:
+        """Time both models at `place`: alone where they take turns there, each beside the other where they do not."""
+        self.progress(f"forwards on {', '.join(place.devices)}", 0.4 + 0.6 * share)
+        alone = place.overlaps or not place.draft
+        if place.draft:
+            configuration = Configuration(mode="sd", num_speculative_tokens=1, placement=place)
+            self.engine.configure(configuration)
+        target = [self._target(place, tokens, alone) for tokens in VERIFY_TOKENS]
+        yield _table("target", place.target, VERIFY_TOKENS, target, not alone)
+        if place.draft:
+            draft = [self._draft(place, tokens, alone) for tokens in BRANCHES]
+            yield _table("draft", place.draft, BRANCHES, draft, not alone)
+
+    def _target(self, place: Placement, tokens: int, alone: bool) -> list[float]:
+        with pinned(place.target), self._busy_draft(alone):
+            return rehearse(self.engine.loaded, 1, tokens, self.context, lambda done: done < REPEATS)
+
+    @contextmanager
+    def _busy_draft(self, alone: bool) -> Iterator[None]:
+        if alone or self.engine.peer is None:
+            yield
+            return
+        self.engine.peer.tell(Rehearse(BUSY_BRANCHES, self.context, 0))
+        try:
+            yield
+        finally:
+            self._ask(Ping(), Rehearsed)
+            self.engine.peer.link.expect(Ping, deadline=self.engine.deadline)
+
+    def _draft(self, place: Placement, tokens: int, alone: bool) -> list[float]:
+        question = Rehearse(tokens, self.context, REPEATS)
+        if alone or self.engine.peer is None:
+            return list(self._ask(question, Rehearsed).seconds)
+        link = self.engine.peer.link
+        self.engine.peer.tell(question)
+        with pinned(place.target):
+            rehearse(self.engine.loaded, 1, BUSY_TOKENS, self.context, lambda _: link.peek() is None)
+        return list(link.expect(Rehearsed, deadline=self.engine.deadline).seconds)
+
+    def _ask(self, question: object, kind: type[T]) -> T:
+        peer = self.engine.peer
+        answer = peer.ask(question, kind) if peer is not None else None
+        if answer is None:
+            raise RuntimeError(f"the draft was lost while profiling: {peer.lost if peer is not None else 'there is none'}")
+        return answer
+
+
+def _with_share(places: Sequence[Placement]) -> Iterator[tuple[Placement, float]]:
+    for index, place in enumerate(places):
+        yield place, index / len(places)
+
+
+def _once(tables: Sequence[ForwardLatency]) -> list[ForwardLatency]:
+    """Keep one table for each model, devices and contention."""
+    return list({(table.model, table.devices, table.contended): table for table in tables}.values())
+
+
+def _table(
+    model: Literal["target", "draft"], devices: tuple[str, ...], tokens: Sequence[int], seconds: Sequence[list[float]], contended: bool
+) -> ForwardLatency:
+    medians = tuple(statistics.median(values) for values in seconds)
+    return ForwardLatency(
+        model=model,
+        devices=devices,
+        tokens=tuple(tokens),
+        seconds=medians,
+        spread=tuple(_spread(values) / median for values, median in zip(seconds, medians, strict=True)),
+        contended=contended,
+    )
+
+
+def _spread(values: list[float]) -> float:
+    low, _, high = statistics.quantiles(values, n=4)
+    return high - low
+
+
+def _timed(action: Callable[[], object]) -> float:
+    begin = monotonic()
+    action()
+    return monotonic() - begin
