@@ -31,7 +31,7 @@ def _whole(hardware: Hardware) -> Ids:
 
 def _one_each(hardware: Hardware) -> bool:
     # What is local will be run, and the engine runs a model on one accelerator.
-    return hardware.local and not _are_cores(hardware)
+    return hardware.is_local and not _are_cores(hardware)
 
 
 def _are_cores(hardware: Hardware) -> bool:
