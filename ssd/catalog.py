@@ -48,7 +48,7 @@ def _known_name(description: str, name: str) -> str:
     if name.lower() in known:
         return known[name.lower()]
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
-    raise ValueError(f"hardware={description!r}: {name!r} is unknown, the nearest is {known[near]!r}; known are {', '.join(accelerators())}")
+    raise ValueError(f"hardware={description!r}: {name!r} is unknown, nearest is {known[near]!r}; known are {', '.join(accelerators())}")
 
 
 def _accelerator(device_id: str, name: str) -> Device:
@@ -78,9 +78,7 @@ def _local_accelerators(count: int) -> Hardware:
         properties = torch.cuda.get_device_properties(index)
         bandwidth, flops = _rates(torch.device("cuda", index), torch.bfloat16)
         devices.append(
-            Device(
-                id=f"cuda:{index}", name=properties.name, memory_bytes=properties.total_memory, memory_bandwidth=bandwidth, flops=flops
-            )
+            Device(id=f"cuda:{index}", name=properties.name, memory_bytes=properties.total_memory, memory_bandwidth=bandwidth, flops=flops)
         )
     return Hardware(name=f"{count}x{devices[0].name}", devices=tuple(devices), is_local=True)
 
@@ -94,9 +92,7 @@ def _local_cores() -> Hardware:
     with pinned((f"cpu:{cores[-1]}",)):
         bandwidth, flops = _rates(torch.device("cpu"), torch.float32)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    devices = tuple(
-        Device(id=f"cpu:{core}", name=name, memory_bytes=memory, memory_bandwidth=bandwidth, flops=flops) for core in cores
-    )
+    devices = tuple(Device(id=f"cpu:{core}", name=name, memory_bytes=memory, memory_bandwidth=bandwidth, flops=flops) for core in cores)
     return Hardware(name=f"{len(cores)} cores of {name}", devices=devices, shared_memory=True, is_local=True)
 
 

@@ -14,7 +14,7 @@ from ssd.search import Search
 from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Workload
 
 # Simulated of what theory ranks, for each mode and placement; AR and SD hardly leave theory a choice.
-SIMULATED: dict[Mode, int] = {"ar": 1, "sd": 2, "ssd": 3}
+SIMULATED: dict[Mode, int] = {"ar": 1, "sd": 2, "ssd": 4}
 MAX_ALTERNATIVES = 8
 # Where two are this near in what is optimised, the simpler one is chosen.
 TIE = 0.005
@@ -84,7 +84,7 @@ def _check_profile(profile: Profile, hardware: Hardware, models: Models, workloa
         ("workload.prompt_set", workload.prompt_set, profile.prompt_set),
     ):
         if ours != theirs and not (option == "workload.prompt_set" and theirs == "given"):
-            raise ValueError(f"{option}={ours!r} does not fit the profile, made with {theirs!r}: make a profile for it, or leave profile out")
+            raise ValueError(f"{option}={ours!r} does not fit the profile, made with {theirs!r}: profile again, or leave profile out")
 
 
 def _paces(profile: Profile, hardware: Hardware, models: Models) -> list[tuple[Mode, Pace]]:
@@ -115,8 +115,16 @@ def _played(profile: Profile, paces: Sequence[tuple[Mode, Pace]], workload: Work
     return [
         play(configuration, its, simulated, workload)
         for mode, its in paces
-        for configuration in search.ranked(mode, its)[: SIMULATED[mode]]
+        for configuration in _different(search.ranked(mode, its))[: SIMULATED[mode]]
     ]
+
+
+def _different(ranked: Sequence[Configuration]) -> list[Configuration]:
+    """The best of each lookahead and backup: those that differ in fan-out alone are nearly alike."""
+    best: dict[tuple[int, str], Configuration] = {}
+    for configuration in ranked:
+        best.setdefault((configuration.num_speculative_tokens, configuration.backup), configuration)
+    return list(best.values())
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ssd.data import read_table
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder's size: layers (count), weights (count), weights read by a forward (count), numbers cached a token (count); and its source."""
+    """A decoder's layers, weights, weights that a forward reads and numbers that it caches a token (counts), and their source."""
 
     name: str
     layers: int
@@ -22,7 +22,7 @@ class Shape:
 
 
 def shape(name: str, option: str = "target") -> Shape:
-    """Return the shape of the model that option `option` calls `name`: from the catalogue by the last part of its hub id, else from its config.
+    """Return the shape of the model that option `option` calls `name`: from the catalogue by the end of its hub id, else from its config.
 
     ValueError, with the remedy, where neither knows it.
     """
