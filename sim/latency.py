@@ -27,10 +27,10 @@ class Latency:
         check.non_negative("seconds", self.seconds)
 
     @classmethod
-    def of(cls, points: Mapping[float, float]) -> "Latency":
+    def of(cls, points: Mapping[int, float] | Mapping[float, float]) -> "Latency":
         """From size -> seconds, in any order."""
-        sizes = tuple(sorted(points))
-        return cls(sizes, tuple(points[size] for size in sizes))
+        sizes, seconds = zip(*sorted(points.items()), strict=True) if points else ((), ())
+        return cls(sizes, seconds)
 
     @classmethod
     def constant(cls, seconds: float) -> "Latency":

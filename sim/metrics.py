@@ -81,8 +81,7 @@ class Metrics:
         seconds, the mean over requests, None if unknown; num_requests: requests that ran one after another, for time_per_output_token.
         """
         drafts = [r for r in rounds if r.drafted > 0]
-        hits = [r for r in rounds if r.hit is True]
-        misses = [r for r in rounds if r.hit is False]
+        hits, misses = ([r for r in rounds if r.hit is kind] for kind in (True, False))
         drafted, accepted = sum(r.drafted for r in drafts), sum(r.kept for r in drafts)
         after_first = total_seconds - num_requests * (time_to_first_token or 0.0)
         return cls(

@@ -17,8 +17,8 @@ class Scenario:
     each request. overhead_seconds: the target's own work a round besides the forward. noise: sigma of a log-normal factor of mean 1 on
     every forward. For sd and ssd: outcomes, draft_step (latency of a draft forward by its branches), num_speculative_tokens (K),
     link_seconds (one way). For ssd: fan_out_hit and fan_out_miss (F_k, K+1 each; used to build while the target verifies a cached
-    draft, and any other or the prompt), backup, and interrupt: a draft that builds its cache looks for the outcome between steps, or between its
-    draft_layers layers, where it gives up the step under way.
+    draft, and any other or the prompt), backup, and interrupt: a draft that builds its cache looks for the outcome between steps, or
+    between its draft_layers layers, where it gives up the step under way.
     """
 
     mode: str

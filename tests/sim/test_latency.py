@@ -34,3 +34,8 @@ def test_one_point_is_a_constant(size, seconds):
 def test_bad_points_are_refused(sizes, seconds, message):
     with pytest.raises(ValueError, match=message):
         Latency(sizes, seconds)
+
+
+def test_no_points_are_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        Latency.of({})

@@ -141,7 +141,7 @@ def test_a_miss_without_a_backup_is_answered_at_once_with_nothing():
 
 def test_the_prompt_gives_the_whole_budget_to_its_only_position():
     ranks = Replay(((0, sum(FAN_OUT)),), lookahead=0)
-    assert simulate(short(outcomes=TwoState(always(K, 1), ranks))).rounds[0].hit
+    assert simulate(short(outcomes=TwoState(always(K, 1), ranks), fan_out_hit=(1,) * (K + 1))).rounds[0].hit
     beyond = Replay(((0, sum(FAN_OUT) + 1),), lookahead=0)
     assert not simulate(short(outcomes=TwoState(always(K, 1), beyond), backup="none")).rounds[0].hit
 
@@ -220,7 +220,7 @@ def test_noise_leaves_the_mean_latency_alone_and_the_outcomes_untouched():
         ({"draft_layers": 0}, "draft_layers=0"),
         ({"link_seconds": -1.0}, r"link_seconds=-1\.0"),
         ({"noise": float("nan")}, "noise=nan"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0"),
+        ({"mode": "sd", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
         ({"draft_step": None}, "draft_step=None with mode='ssd'.*mode='ar'"),
         ({"outcomes": None}, "outcomes=None"),
         ({"fan_out_hit": (1, 1)}, "fan_out_hit=.*2 entries.*needs 5"),

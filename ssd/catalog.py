@@ -1,0 +1,124 @@
+"""Known accelerators, machines by name, and this machine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+import re
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ssd.data import read_table
+from ssd.specs import Device, Hardware
+
+MAX_COUNT = 64
+# Read in passes much longer than a cache, and multiplied in blocks that fit one.
+READ_FLOATS, MATRIX, REPEATS = 1 << 25, 512, 5
+
+
+@cache
+def accelerators() -> dict[str, dict[str, Any]]:
+    """Return the accelerators that `named_hardware` knows: name to memory (GB), bandwidth (TB/s), dense bf16 rate (TFLOP/s) and source."""
+    return read_table("accelerators.toml")
+
+
+def named_hardware(description: str) -> Hardware:
+    """Return the machine that `description` names, such as `5xH100-SXM` or `4xH100-SXM + 1xL40S`; devices are cuda:0, cuda:1, ..."""
+    parts = [_part(description, part.strip()) for part in description.split("+")]
+    names = [name for count, name in parts for _ in range(count)]
+    devices = tuple(_accelerator(f"cuda:{index}", name) for index, name in enumerate(names))
+    return Hardware(name=" + ".join(f"{count}x{name}" for count, name in parts), devices=devices)
+
+
+def _part(description: str, part: str) -> tuple[int, str]:
+    match = re.fullmatch(r"(?:(-?\d+)\s*x\s*)?(\S.*)", part, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"hardware={description!r} names nothing: write a count and a name, such as '5xH100-SXM' or '4xH100-SXM + 1xL40S'")
+    count = int(match[1] or 1)
+    if not 1 <= count <= MAX_COUNT:
+        raise ValueError(f"hardware={description!r} asks for {count} of {match[2]}: give a count from 1 to {MAX_COUNT}")
+    return count, _known_name(description, match[2])
+
+
+def _known_name(description: str, name: str) -> str:
+    known = {key.lower(): key for key in accelerators()}
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
+    raise ValueError(f"hardware={description!r}: {name!r} is unknown, nearest is {known[near]!r}; known are {', '.join(accelerators())}")
+
+
+def _accelerator(device_id: str, name: str) -> Device:
+    row = accelerators()[name]
+    return Device(
+        id=device_id,
+        name=name,
+        memory_bytes=round(row["memory"] * 1e9),
+        memory_bandwidth=row["bandwidth"] * 1e12,
+        flops=row["flops"] * 1e12,
+    )
+
+
+def local_hardware() -> Hardware:
+    """Return this machine: its CUDA accelerators if there are two or more, else the CPU cores this process may use; rates are measured."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return _local_accelerators(count) if count >= 2 else _local_cores()
+
+
+def _local_accelerators(count: int) -> Hardware:
+    import torch
+
+    devices = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        bandwidth, flops = _rates(torch.device("cuda", index), torch.bfloat16)
+        devices.append(
+            Device(id=f"cuda:{index}", name=properties.name, memory_bytes=properties.total_memory, memory_bandwidth=bandwidth, flops=flops)
+        )
+    return Hardware(name=f"{count}x{devices[0].name}", devices=tuple(devices), is_local=True)
+
+
+def _local_cores() -> Hardware:
+    import torch
+
+    from ssd.devices import available_cores, pinned
+
+    cores, name = available_cores(), _cpu_name()
+    with pinned((f"cpu:{cores[-1]}",)):
+        bandwidth, flops = _rates(torch.device("cpu"), torch.float32)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    devices = tuple(Device(id=f"cpu:{core}", name=name, memory_bytes=memory, memory_bandwidth=bandwidth, flops=flops) for core in cores)
+    return Hardware(name=f"{len(cores)} cores of {name}", devices=devices, shared_memory=True, is_local=True)
+
+
+def _rates(device: Any, dtype: Any) -> tuple[float, float]:
+    """Return read bandwidth in bytes a second and matrix rate in FLOP a second, the best of a few tries."""
+    import torch
+
+    size = MATRIX if device.type == "cpu" else 16 * MATRIX
+    data = torch.ones(READ_FLOATS, device=device)
+    square = torch.ones(size, size, device=device, dtype=dtype)
+    read = min(_seconds(data.sum) for _ in range(REPEATS))
+    multiply = min(_seconds(lambda: square @ square) for _ in range(REPEATS))
+    return data.nbytes / read, 2 * size**3 / multiply
+
+
+def _seconds(work: Any) -> float:
+    begin = perf_counter()
+    # Reading one number back waits for an accelerator to finish.
+    work().view(-1)[0].item()
+    return perf_counter() - begin
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return found or platform.processor() or platform.machine() or "CPU"

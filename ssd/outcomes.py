@@ -1,0 +1,113 @@
+"""What the target decides, as the planner sees it: the law of accepted lengths and the hit curves, recorded or assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sim import outcomes as sim_outcomes
+from ssd.specs import Profile
+from theory.acceptance import accepted_length_law
+from theory.check import FloatArray, IntArray
+from theory.hits import PowerLaw
+
+# Curves are needed up to the largest budget.
+LARGEST_BUDGET = 32
+LONGEST_DRAFT = 8
+# Fits of the published miss rates at temperature 0 (Definition 11 with a free prefactor).
+ASSUMED_AFTER_HIT = PowerLaw(r=0.54, c=0.28)
+ASSUMED_AFTER_MISS = PowerLaw(r=0.47, c=0.57)
+
+Curves = tuple[FloatArray, ...]
+
+
+class OutcomeModel(Protocol):
+    """Outcomes of drafts of up to `longest` tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Most draft tokens it can tell of."""
+        ...
+
+    def law(self, K: int) -> FloatArray:
+        """Chance P(k) that k of K draft tokens are accepted, [K+1]."""
+        ...
+
+    def curves(self, K: int, after_hit: bool) -> Curves:
+        """K+1 cumulative hit curves, [LARGEST_BUDGET+1] each, of a round whose draft was a hit or was not."""
+        ...
+
+    def simulated(self) -> sim_outcomes.Outcomes:
+        """The same for the simulator."""
+        ...
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Recorded texts: for each, the rank of every token among the draft's choices (sim.outcomes.Trace)."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def longest(self) -> int:
+        """Most draft tokens that the longest text can answer."""
+        return min(LONGEST_DRAFT, max(len(text) for text in self.ranks) - 1)
+
+    def law(self, K: int) -> FloatArray:
+        """Share of rounds with k of K draft tokens accepted, [K+1]."""
+        accepted, _ = self._rounds(K)
+        return np.asarray(np.bincount(accepted, minlength=K + 1) / accepted.size)
+
+    def curves(self, K: int, after_hit: bool) -> Curves:
+        """One curve for rejections at any position, one for full acceptance; the texts do not tell hits from misses."""
+        accepted, ranks = self._rounds(K)
+        return (*[_curve(ranks[accepted < K])] * K, _curve(ranks[accepted == K]))
+
+    def simulated(self) -> sim_outcomes.Outcomes:
+        """The texts, read from random beginnings."""
+        return sim_outcomes.Trace(self.ranks)
+
+    def _rounds(self, K: int) -> tuple[IntArray, IntArray]:
+        accepted, ranks = zip(*sim_outcomes.rounds_of(self.ranks, K), strict=True)
+        return np.asarray(accepted, dtype=np.intp), np.asarray(ranks, dtype=np.intp)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """The same acceptance at every position, and the published hit curves."""
+
+    alpha: float
+    longest: int = LONGEST_DRAFT
+
+    def law(self, K: int) -> FloatArray:
+        """Law of accepted lengths for independent positions, [K+1]."""
+        return accepted_length_law(self.alpha, K)
+
+    def curves(self, K: int, after_hit: bool) -> Curves:
+        """The power law of the state, at every position."""
+        return (_assumed(after_hit).curve(LARGEST_BUDGET),) * (K + 1)
+
+    def simulated(self) -> sim_outcomes.Outcomes:
+        """Independent rounds with the two states' curves."""
+        hit, miss = (sim_outcomes.IID(self.alpha, tuple(_assumed(state).curve(LARGEST_BUDGET).tolist())) for state in (True, False))
+        return sim_outcomes.TwoState(hit, miss)
+
+
+def outcome_model(profile: Profile) -> OutcomeModel:
+    """Return the profile's recorded texts, or where it has none of two tokens the published hit curves at its acceptance rate."""
+    texts = tuple(text for text in profile.traces if text)
+    if max(map(len, texts), default=0) < 2:
+        return Assumed(profile.draft_acceptance_rate)
+    return Traced(texts)
+
+
+def _assumed(after_hit: bool) -> PowerLaw:
+    return ASSUMED_AFTER_HIT if after_hit else ASSUMED_AFTER_MISS
+
+
+def _curve(ranks: IntArray) -> FloatArray:
+    if ranks.size == 0:
+        return np.zeros(LARGEST_BUDGET + 1)
+    return np.asarray((ranks[None, :] <= np.arange(LARGEST_BUDGET + 1)[:, None]).mean(axis=1))

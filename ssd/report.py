@@ -1,0 +1,138 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ssd.specs import Configuration, Placement, Plan, Prediction, Profile
+
+MAX_SHOWN = 4
+
+
+def explain(plan: Plan) -> str:
+    """Say in plain text what was chosen, how fast it should be and why, what else there was, and which inputs were measured or assumed."""
+    return "\n".join([*_choice(plan), *_prediction(plan), *_alternatives(plan), *_inputs(plan.profile)])
+
+
+def _choice(plan: Plan) -> Iterator[str]:
+    pair = plan.models.target if plan.models.draft is None else f"{plan.models.target} with draft {plan.models.draft}"
+    yield f"Plan for {pair} on {plan.hardware.name}"
+    yield f"  chosen for {plan.objective}: {describe(plan)}"
+    if plan.mode == "ssd":
+        lists = f"{_list(plan.fan_out_hit)} after a hit, {_list(plan.fan_out_miss)} after a miss"
+        yield f"  outcomes cached with 0..{plan.num_speculative_tokens} accepted: {lists}"
+
+
+def describe(configuration: Configuration) -> str:
+    """Name a configuration in a line: mode, lookahead K, cached outcomes, backup and devices."""
+    parts: list[str] = [configuration.mode]
+    if configuration.mode != "ar":
+        parts.append(f"K={configuration.num_speculative_tokens}")
+    if configuration.mode == "ssd":
+        parts.append(f"{sum(configuration.fan_out_hit)} cached outcomes, backup {configuration.backup}")
+    return ", ".join([*parts, _where(configuration.placement)])
+
+
+def _where(placement: Placement) -> str:
+    target = f"target on {' '.join(placement.target)}"
+    if not placement.draft:
+        return target
+    return f"{target} shared with the draft" if placement.overlaps else f"{target}, draft on {' '.join(placement.draft)}"
+
+
+def _prediction(plan: Plan) -> Iterator[str]:
+    predicted = plan.predicted
+    if predicted is None:
+        yield "  predicted: nothing, this configuration was typed by hand; ssd.plan predicts"
+        return
+    yield f"  predicted by {predicted.method}: {predicted.tokens_per_second:.1f} tokens/s of decoding, prefill apart{_cost(plan)}"
+    more = len(plan.placement.devices) - len(plan.placement.target)
+    where = f"{_devices(more)} more than the target's" if more else "the same devices"
+    yield f"  speed with {where}: {_speedups(predicted.speedup_vs_ar, predicted.speedup_vs_sd)}"
+    equal = _speedups(predicted.speedup_vs_ar_equal_devices, predicted.speedup_vs_sd_equal_devices)
+    yield f"  speed at equal devices, the others free to use all {len(plan.placement.devices)}: {equal}"
+    yield from _rates(predicted)
+    yield from _times(predicted)
+
+
+def _rates(predicted: Prediction) -> Iterator[str]:
+    if predicted.draft_acceptance_rate is None:
+        return
+    hits = "" if predicted.hit_rate is None else f"hit rate {predicted.hit_rate:.0%} with "
+    length = f"{predicted.mean_acceptance_length:.2f} tokens a round"
+    yield f"  {hits}acceptance {predicted.draft_acceptance_rate:.0%}, {length}, {predicted.speedup_vs_ar:.2f} x AR"
+
+
+def _times(predicted: Prediction) -> Iterator[str]:
+    parts = [f"T_v {_ms(predicted.verify_seconds)} to verify"]
+    if predicted.build_seconds is not None:
+        parts.append(f"T_p {_ms(predicted.build_seconds)} to build the cache meanwhile")
+    if predicted.backup_seconds is not None:
+        parts.append(f"T_b {_ms(predicted.backup_seconds)} to draft {'before it' if predicted.build_seconds is None else 'after a miss'}")
+    yield f"  a round: {', '.join(parts)}"
+
+
+def _alternatives(plan: Plan) -> Iterator[str]:
+    if not plan.alternatives:
+        return
+    yield "Alternatives"
+    best: dict[tuple[str, Placement], Configuration] = {}
+    for other in plan.alternatives:
+        best.setdefault((other.mode, other.placement), other)
+    for other in list(best.values())[:MAX_SHOWN]:
+        speed = "" if other.predicted is None else f"{other.predicted.tokens_per_second:.1f} tokens/s: "
+        yield f"  {speed}{describe(other)}"
+
+
+def _inputs(profile: Profile | None) -> Iterator[str]:
+    measured, assumed = ([], []) if profile is None else (list(_measured(profile)), list(_assumed(profile)))
+    yield from ("measured:", *(f"  {line}" for line in measured or ["nothing"]))
+    yield from ("assumed:", *(f"  {line}" for line in assumed or ["nothing"]))
+
+
+def _measured(profile: Profile) -> Iterator[str]:
+    tables = [table for table in profile.forwards if table.source == "measured"]
+    if tables:
+        models = {model: sum(table.model == model for table in tables) for model in ("target", "draft")}
+        counts = " and ".join(f"{count} of the {model}" for model, count in models.items() if count)
+        yield f"latency tables: {counts}"
+        yield f"link {_ms(profile.link_seconds)} one way, host work {_ms(profile.overhead_seconds)} a round"
+    if profile.acceptance_source == "measured":
+        yield f"acceptance {profile.draft_acceptance_rate:.2f} on {profile.prompt_set} prompts"
+    if profile.traces:
+        yield f"hits: ranks of {sum(map(len, profile.traces))} tokens in {len(profile.traces)} texts"
+
+
+def _assumed(profile: Profile) -> Iterator[str]:
+    yield from profile.notes
+    if not any(table.source == "measured" for table in profile.forwards):
+        yield f"link: {_ms(profile.link_seconds)} one way, from the hardware's description"
+    if profile.models.draft is None or profile.traces or any(note.startswith("hits:") for note in profile.notes):
+        return
+    yield "hits: published curves of Llama-3.1-70B with Llama-3.2-1B, greedy"
+    if profile.acceptance_source != "measured" and not any(note.startswith("acceptance:") for note in profile.notes):
+        yield f"acceptance {profile.draft_acceptance_rate:.2f} at every position"
+
+
+def _cost(plan: Plan) -> str:
+    prices = [device.price_per_hour for device in plan.hardware.select(plan.placement.devices)]
+    known = [price for price in prices if price is not None]
+    if plan.predicted is None or len(known) < len(prices) or not plan.predicted.tokens_per_second:
+        return ""
+    return f", ${sum(known) / 3600 / plan.predicted.tokens_per_second * 1e6:.2f} a million tokens"
+
+
+def _speedups(ar: float, sd: float | None) -> str:
+    return f"{ar:.2f} x AR" if sd is None else f"{ar:.2f} x AR, {sd:.2f} x SD"
+
+
+def _devices(count: int) -> str:
+    return "one device" if count == 1 else f"{count} devices"
+
+
+def _list(counts: tuple[int, ...]) -> str:
+    return " ".join(map(str, counts))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

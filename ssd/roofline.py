@@ -1,0 +1,150 @@
+"""Latency from first principles: what a forward must read and compute, on devices that reach a known share of their stated rates.
+
+Calibration, on published anchors for bf16 on H100-SXM. Memory efficiency, seconds a layer and seconds an all-reduce were set so that
+Llama-3.1-70B on four devices decodes at the published 54.7 tokens/s (here 55.3) and a draft step of Llama-3.2-1B takes the 1.7 ms that the
+published SD and SSD rates imply together (here 1.72). Seconds a further token: a step of Qwen3-0.6B with some 18 branches is
+published at 2.54 ms (here 2.54). Not used, hence a check: AR of Qwen3-32B on four devices, published 10.3 and 11.3 ms (here 10.1), and
+its verification, published 11.45 ms (here 10.3, 10 % less). A draft forward of 0.5 ms, also quoted for Llama-3.2-1B, lies below the 0.74 ms
+that reading its weights takes at the full stated bandwidth and is not reproduced. The compute efficiency is assumed: no anchor is bound by
+arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ssd.acceptance import AssumedAcceptance, assumed_acceptance
+from ssd.outcomes import ASSUMED_AFTER_HIT, ASSUMED_AFTER_MISS
+from ssd.placements import placements
+from ssd.shapes import Shape, shape
+from ssd.specs import Device, ForwardLatency, Hardware, Models, Placement, Profile, Workload
+
+MEMORY_EFFICIENCY = 0.81
+COMPUTE_EFFICIENCY = 0.6
+LAYER_SECONDS = 50e-6
+ALL_REDUCE_SECONDS = 8e-6
+TOKEN_SECONDS = 40e-6
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A model in its compute type, and the tokens it attends to."""
+
+    shape: Shape
+    bytes_per_value: int
+    context: int
+
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return self.shape.parameters * self.bytes_per_value
+
+    def footprint(self, length: int) -> int:
+        """Bytes of weights and of the keys and values of `length` tokens."""
+        return self.weights() + length * self.shape.kv_values_per_token * self.bytes_per_value
+
+    def seconds(self, devices: tuple[Device, ...], tokens: int) -> float:
+        """Seconds for `tokens` queries, weights and work shared equally: the slower of memory and arithmetic, and overheads."""
+        read = (self.shape.parameters_read + self.context * self.shape.kv_values_per_token) * self.bytes_per_value
+        work = 2 * self.shape.parameters_read * tokens
+        share = 1 / len(devices)
+        bound = max(
+            max(share * read / (d.memory_bandwidth * MEMORY_EFFICIENCY), share * work / (d.flops * COMPUTE_EFFICIENCY)) for d in devices
+        )
+        reduces = 2 if len(devices) > 1 else 0
+        return bound + self.shape.layers * (LAYER_SECONDS + reduces * ALL_REDUCE_SECONDS) + (tokens - 1) * TOKEN_SECONDS
+
+    def spread(self, devices: tuple[Device, ...], length: int, whole: bool) -> tuple[Device, ...]:
+        """The first one, two, ... of `devices` that run it best with room for `length` tokens, or if `whole` the fewest that hold it."""
+        counts = [n for n in range(1, len(devices) + 1) if self.footprint(length) <= n * _smallest(devices[:n])]
+        return devices[: counts[0] if whole else min(counts, key=lambda n: self.seconds(devices[:n], 1))]
+
+
+def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> Profile:
+    """Return latency tables computed from `hardware` and the models' shapes, with an assumed acceptance; ValueError if nothing fits."""
+    target = _forward("target", models.target, models, workload)
+    draft = None if models.draft is None else _forward("draft", models.draft, models, workload)
+    length = workload.prompt_tokens + workload.output_tokens
+    forwards = tuple(_tables(hardware, target, draft, length))
+    if not any(table.model == "target" for table in forwards):
+        raise ValueError(_too_big(hardware, models, target.footprint(length)))
+    acceptance = None if models.draft is None else assumed_acceptance(models.target, models.draft, workload)
+    first = next(table for table in forwards if table.model == "target")
+    return Profile(
+        hardware=hardware.name,
+        models=models,
+        prompt_set=workload.prompt_set,
+        forwards=forwards,
+        prefill_seconds_per_token=_prefill(target, hardware.select(first.devices)),
+        draft_acceptance_rate=acceptance.rate if acceptance else 0.0,
+        acceptance_source="assumed",
+        link_seconds=hardware.link_seconds,
+        overhead_seconds=0.0,
+        notes=_notes(target, draft, acceptance),
+    )
+
+
+def _forward(option: str, name: str, models: Models, workload: Workload) -> Forward:
+    width = 4 if models.dtype == "float32" else 2
+    return Forward(shape(name, option), width, workload.prompt_tokens + workload.output_tokens // 2)
+
+
+def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: int) -> Iterator[ForwardLatency]:
+    """Yield a table of each model on each of its device lists, where it fits beside what shares its memory."""
+    places = placements(hardware)
+    for ids in dict.fromkeys(place.target for place in places):
+        devices = hardware.select(ids)
+        if target.footprint(length) <= _memory(hardware, devices):
+            yield _table("target", target, devices, target.spread(devices, length, whole=False))
+    for place in places if draft is not None else ():
+        devices = hardware.select(place.draft)
+        beside = target.footprint(length) if place.overlaps or hardware.shared_memory else 0
+        if draft is not None and draft.footprint(length) + beside <= _memory(hardware, devices):
+            whole = devices[0].kind != "cpu"
+            yield _table("draft", draft, devices, draft.spread(devices, length, whole))
+
+
+def _table(model: Literal["target", "draft"], forward: Forward, devices: tuple[Device, ...], used: tuple[Device, ...]) -> ForwardLatency:
+    seconds = tuple(forward.seconds(used, tokens) for tokens in TOKENS)
+    return ForwardLatency(model=model, devices=tuple(device.id for device in devices), tokens=TOKENS, seconds=seconds, source="roofline")
+
+
+def _memory(hardware: Hardware, devices: tuple[Device, ...]) -> int:
+    return devices[0].memory_bytes if hardware.shared_memory else len(devices) * _smallest(devices)
+
+
+def _smallest(devices: tuple[Device, ...]) -> int:
+    return min(device.memory_bytes for device in devices)
+
+
+def _prefill(target: Forward, devices: tuple[Device, ...]) -> float:
+    return 2 * target.shape.parameters_read / (len(devices) * min(device.flops for device in devices) * COMPUTE_EFFICIENCY)
+
+
+def _too_big(hardware: Hardware, models: Models, needed: int) -> str:
+    all_devices = Placement(target=tuple(device.id for device in hardware.devices))
+    room = _memory(hardware, hardware.select(all_devices.target))
+    return (
+        f"target {models.target!r} needs {needed / 2**30:.1f} GiB and hardware {hardware.name!r} has {room / 2**30:.1f}: "
+        "use more or larger devices, a smaller model or a shorter workload"
+    )
+
+
+def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance | None) -> tuple[str, ...]:
+    latency = (
+        f"latency: computed, not measured: {MEMORY_EFFICIENCY:.0%} of the stated bandwidth, {COMPUTE_EFFICIENCY:.0%} of the FLOP/s, "
+        f"{LAYER_SECONDS * 1e6:.0f} us a layer, {ALL_REDUCE_SECONDS * 1e6:.0f} us an all-reduce, {TOKEN_SECONDS * 1e6:.0f} us a token more",
+        f"target: shape from {target.shape.source}; split over any number of devices, also where its heads do not divide",
+        "host work of a round: none beside what a layer takes to launch, which the calibration includes",
+    )
+    if draft is None or acceptance is None:
+        return latency
+    return (
+        *latency,
+        f"draft: shape from {draft.shape.source}; on the fewest accelerators that hold it",
+        acceptance.note,
+        f"hits: F cached candidates miss with chance {ASSUMED_AFTER_HIT.c} F^-{ASSUMED_AFTER_HIT.r} after a hit and "
+        f"{ASSUMED_AFTER_MISS.c} F^-{ASSUMED_AFTER_MISS.r} after a miss, as published for Llama-3.1-70B with Llama-3.2-1B, greedy",
+    )
