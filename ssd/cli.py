@@ -5,7 +5,6 @@ torch, transformers and the engine are imported inside commands, so that help co
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ssd.asked import MEASURING, PLANNING, RUNNING, Asked, takes
+
 if TYPE_CHECKING:
     from ssd.engine.engine import Health
-    from ssd.options import Asked
     from ssd.specs import Plan, RequestOutput
 
 app = typer.Typer(
@@ -32,51 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-SHARED: dict[str, Any] = {
-    "target": Annotated[str | None, typer.Option(help="Model whose text is wanted: hub id, folder or .gguf file.")],
-    "draft": Annotated[str | None, typer.Option(help="Model that proposes tokens; none for AR only.")],
-    "hardware": Annotated[str | None, typer.Option(help="local, a name such as 5xH100-SXM, or a .json file. [default: local]")],
-    "mode": Annotated[str | None, typer.Option(help="Force ar, sd or ssd. [default: the planner's choice]")],
-    "max_model_len": Annotated[int | None, typer.Option(help="Prompt and output together, tokens.")],
-    "dtype": Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")],
-    "prompt_tokens": Annotated[int | None, typer.Option(help="Length of a prompt to plan for, tokens.")],
-    "output_tokens": Annotated[int | None, typer.Option(help="Length of an output, tokens.")],
-    "prompt_set": Annotated[str | None, typer.Option(help="Prompts to measure on: code or chat. [default: code]")],
-    "objective": Annotated[str | None, typer.Option(help="latency, throughput or cost. [default: latency]")],
-    "profile": Annotated[Path | None, typer.Option(help="Measured latency and acceptance, from `ssd profile`.", show_default=False)],
-    "plan": Annotated[Path | None, typer.Option(help="A saved plan to use instead of planning.", show_default=False)],
-    "num_speculative_tokens": Annotated[
-        int | None, typer.Option("--num-speculative-tokens", "--k", help="Lookahead K, typed by hand instead of planned (with --mode).")
-    ],
-    "fan_out": Annotated[str | None, typer.Option(help="F_0,...,F_K, typed by hand, such as 1,1,1,2.")],
-}
-PLANNING = tuple(name for name in SHARED if name not in ("num_speculative_tokens", "fan_out"))
-MEASURING = ("target", "draft", "hardware", "max_model_len", "dtype", "prompt_tokens", "output_tokens", "prompt_set")
-RUNNING = tuple(SHARED)
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+SavePlan = Annotated[Path | None, typer.Option("--save", help="Write the plan as JSON to this file.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Write the result as JSON to this file.")]
-
-
-def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the shared options `names`, which it gets together as its first argument."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
-            from ssd.options import Asked
-
-            asked = Asked(**{name: given.pop(name) for name in names})
-            command(asked, **given)
-
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        shared = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=SHARED[name]) for name in names]
-        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + shared
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        return run
-
-    return decorate
 
 
 @app.callback()
@@ -101,7 +59,10 @@ def plan(asked: Asked, save: Save = None, as_json: Json = False) -> None:
 @app.command()
 @takes(*MEASURING)
 def profile(asked: Asked, save: Save = None, as_json: Json = False) -> None:
-    """Measure latency and acceptance of a pair on this machine; JSON goes to --save, else to stdout."""
+    """Measure a pair on this machine.
+
+    Latency tables and acceptance as JSON, to --save or else to stdout.
+    """
     from ssd.options import hardware_for, models_for, workload_for
 
     hardware, models, workload = hardware_for(asked), models_for(asked), workload_for(asked)
@@ -129,10 +90,13 @@ def bench(
     num_prompts: Annotated[int, typer.Option(help="Distinct prompts.")] = 8,
     warmup: Annotated[int, typer.Option(help="Runs of each configuration before those that count.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON to this file.")] = None,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the plan as JSON to this file.")] = None,
+    save: SavePlan = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the plan beside AR, SD and its rivals, in turn, on the same prompts."""
+    """Measure the plan beside AR and SD.
+
+    The plan, its best rivals and the baselines decode the same prompts in turn.
+    """
     from ssd.options import plan_to_run
 
     found = _saved(plan_to_run(asked), save)
@@ -161,9 +125,12 @@ def bench(
 @app.command()
 @takes(*RUNNING)
 def generate(
-    asked: Asked, prompt: Annotated[str, typer.Argument(help="Text to go on from.")], save: Save = None, as_json: Json = False
+    asked: Asked, prompt: Annotated[str, typer.Argument(help="Text to go on from.")], save: SavePlan = None, as_json: Json = False
 ) -> None:
-    """Decode PROMPT as planned; the text goes to stdout as it comes, then one line of metrics to stderr."""
+    """Decode a prompt as planned.
+
+    The text goes to stdout as it comes, then one line of metrics to stderr.
+    """
     from ssd.options import plan_to_run
 
     found = _saved(plan_to_run(asked), save)

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
+from ssd.asked import Asked
 from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Spec, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 S = TypeVar("S", bound=Spec)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The options that commands share, None where one was not given."""
-
-    target: str | None = None
-    draft: str | None = None
-    hardware: str | None = None
-    mode: str | None = None
-    max_model_len: int | None = None
-    dtype: str | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    prompt_set: str | None = None
-    objective: str | None = None
-    profile: Path | None = None
-    plan: Path | None = None
-    num_speculative_tokens: int | None = None
-    fan_out: str | None = None
 
 
 # What a saved plan does not settle: how much to decode, and on which prompts.
@@ -46,13 +27,13 @@ def plan_for(asked: Asked) -> Plan:
         _refuse_beside("plan", asked)
         return read(Plan, "plan", asked.plan)
     machine, pair, load = hardware_for(asked), models_for(asked), workload_for(asked)
-    mode = _choice("mode", asked.mode, Mode)
+    mode: Mode | None = _choice("mode", asked.mode, Mode)
     if asked.num_speculative_tokens is not None or asked.fan_out is not None:
         return _typed(asked, machine, pair, load)
     from ssd.planner import plan
 
     measured = read(Profile, "profile", asked.profile) if asked.profile is not None else None
-    objective = _choice("objective", asked.objective, Objective) or "latency"
+    objective: Objective = _choice("objective", asked.objective, Objective) or "latency"
     return plan(machine, pair, workload=load, objective=objective, profile=measured, mode=mode)
 
 
@@ -148,14 +129,12 @@ def _refuse_beside(option: str, asked: Asked) -> None:
         raise ValueError(f"--{option} settles {', '.join(beside)} already: leave one or the other out")
 
 
-C = TypeVar("C", bound=str)
-
-
-def _choice(name: str, value: str | None, allowed: type[C] | object) -> C | None:
+def _choice(name: str, value: str | None, allowed: object) -> Any:
+    """Return `value` if the literal type `allowed` has it."""
     known: Sequence[str] = get_args(allowed)
     if value is not None and value not in known:
         raise ValueError(f"{flag(name)}={value!r} is unknown: use {', '.join(known[:-1])} or {known[-1]}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def flag(name: str) -> str:
