@@ -118,8 +118,7 @@ def bench(
 
     from ssd.bench.tables import report
 
-    console = Console(highlight=False)
-    console.print(report(result), width=None if console.is_terminal else 150)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(report(result))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -76,11 +77,12 @@ def _where(configuration: Configuration) -> str:
 def table(result: BenchResult) -> Table:
     """Return a row a configuration, the plan's marked and first; speed against AR leads, hit rate stands beside acceptance."""
     titles = ["vs AR", "vs SD", "vs AR =", "vs SD =", "tokens/s", "quartiles", "predicted", "hit rate", "acceptance", "length"]
-    shown = Table(title=f"{result.models.target} with {result.models.draft} on {result.hardware}", title_justify="left")
+    title = f"{result.models.target} with {result.models.draft} on {result.hardware}"
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("configuration", no_wrap=True)
     shown.add_column("devices")
-    for title in [*titles, "first token", "verify", "wait", "overlap"]:
-        shown.add_column(title, justify="right")
+    for name in [*titles, "first token", "verify", "wait", "overlap"]:
+        shown.add_column(name, justify="right")
     for place, row in enumerate(result.rows):
         shown.add_row(("* " if place == 0 else "  ") + label(row.configuration), _where(row.configuration), *_cells(row))
     return shown
