@@ -20,6 +20,9 @@ from ssd.engine import linear, linear_kernel
 from ssd.engine.linear import Bf16Embedding, FastLinear, fp32_compute_from_bf16, replace_linears
 
 needs_kernel = pytest.mark.skipif(bool(linear_kernel.why_unavailable()), reason=linear_kernel.why_unavailable())
+needs_two_cores = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and leave to run on two cores"
+)
 SIZES = {"hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -162,7 +165,7 @@ def test_one_thread_touches_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_kernel
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="needs two cores and Linux")
+@needs_two_cores
 def test_cores_may_change_between_calls() -> None:
     weight, x = bf16_numbers(1024, 512), torch.randn(8, 512)
     layer, expected, cores = FastLinear(weight), torch_linear(x, weight.float()), os.sched_getaffinity(0)
@@ -177,7 +180,7 @@ def test_cores_may_change_between_calls() -> None:
 
 
 @needs_kernel
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="needs two cores and Linux")
+@needs_two_cores
 def test_a_team_born_on_one_core_is_spread_over_both() -> None:
     cores = os.sched_getaffinity(0)
     torch.set_num_threads(2)
