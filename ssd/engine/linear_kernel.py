@@ -4,7 +4,7 @@ Weights are stored in blocks of ``2 * lanes`` output rows, ``[block, input, lane
 block in the low half of a word, output ``lanes + lane`` in its high half. A shift and a mask then turn one vector load into
 two vectors of fp32 weights, which meet one broadcast activation: no horizontal sums, and each weight is decoded once for up
 to 14 tokens. The loops are built as LLVM IR, since the sums must stay in registers whatever the optimiser thinks of it; a kernel
-compiles in some 30 ms at the first use of its number of tokens and is kept for the life of the process, nowhere else.
+compiles in 40 to 80 ms at the first use of its number of tokens and is kept for the life of the process, nowhere else.
 """
 
 from __future__ import annotations
