@@ -58,7 +58,7 @@ def test_a_model_that_does_not_exist_is_refused(tiny_pair, target, message):
 
 
 def test_an_unknown_hub_model_is_refused_with_a_remedy(tiny_pair, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"target='nobody/nothing' cannot be read: check the name and the network, or give a local folder"):
         ssd.Engine.from_plan(hand_typed("nobody/nothing", tiny_pair[1]))
 
