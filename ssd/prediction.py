@@ -49,7 +49,8 @@ def predicted(played: Played, everything: Sequence[Played]) -> Configuration:
     budget = max(sum(configuration.fan_out_hit), sum(configuration.fan_out_miss))
     target, used = configuration.placement.target, configuration.placement.devices
     vs_ar, vs_ar_equal = _speedup(played, _on(everything, "ar", target)), _speedup(played, _within(everything, "ar", used))
-    assert vs_ar is not None and vs_ar_equal is not None, "AR is played on the devices of every target"
+    assert vs_ar is not None, "AR is played on the devices of every target"
+    assert vs_ar_equal is not None
     prediction = Prediction(
         tokens_per_second=played.tokens_per_second,
         speedup_vs_ar=vs_ar,

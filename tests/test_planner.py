@@ -1,6 +1,9 @@
 """What any plan must obey: orders, limits, the published set-ups; and every refusal."""
 
 import itertools
+import subprocess
+import sys
+import types
 from time import perf_counter
 
 import pytest
@@ -147,6 +150,24 @@ def test_the_verification_is_taken_beside_a_working_draft_for_ssd_and_alone_othe
     plan = ssd.plan(TWO, PAIR, LONG, profile=profile.model_copy(update={"forwards": profile.forwards + busy}), mode="ssd")
     assert plan.predicted.verify_seconds > 20e-3
     assert best(plan, "sd", 1).predicted.verify_seconds < 11e-3
+
+
+def test_this_machine_is_profiled_and_another_computed(monkeypatch):
+    measured = synthetic(TWO)
+    fake = types.ModuleType("ssd.profiler")
+    fake.profile = lambda hardware, models, workload: measured
+    monkeypatch.setitem(sys.modules, "ssd.profiler", fake)
+    assert ssd.plan(TWO, PAIR, LONG).profile == measured
+    elsewhere = ssd.plan(Hardware.named("2xH100-SXM"), QWEN, LONG)
+    assert {table.source for table in elsewhere.profile.forwards} == {"roofline"}
+
+
+def test_planning_offline_imports_no_torch():
+    code = """import sys, ssd
+plan = ssd.plan(ssd.Hardware.named("2xH100-SXM"), ssd.Models(target="Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B"))
+plan.explain()
+assert not {"torch", "transformers"} & set(sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # Choice
