@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssd.data import read_table
 from ssd.specs import Workload
+from ssd.tables import read_table
 
 
 @dataclass(frozen=True, slots=True)

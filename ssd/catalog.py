@@ -11,8 +11,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ssd.data import read_table
 from ssd.specs import Device, Hardware
+from ssd.tables import read_table
 
 MAX_COUNT = 64
 # Read in passes much longer than a cache, and multiplied in blocks that fit one.

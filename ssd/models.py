@@ -129,11 +129,8 @@ def _config(option: str, name: str, folder: str, gguf_file: str | None) -> PreTr
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **extra)
     except (OSError, ValueError, KeyError) as error:
-        remedy = (
-            "check the name and the network, or give a local folder or .gguf file"
-            if folder == name
-            else "it needs a config.json of a transformers model"
-        )
+        local = Path(folder).is_dir()
+        remedy = "it needs a config.json of a transformers model" if local else "check the name and the network, or give a local folder or .gguf file"
         raise ValueError(f"{option}={name!r} cannot be read: {remedy} ({str(error).splitlines()[0]})") from error
     return config
 

@@ -13,7 +13,8 @@ class Pace:
     """Seconds at one placement in one mode.
 
     verify: a target forward by its tokens. step: a draft forward by its branches; that of one branch, which drafts while the target
-    waits, is taken alone, those of more beside a working target. Seconds of a message one way and of a round's host work.
+    waits, is taken alone, those of more beside a working target. Seconds of a message one way, of a round's host work and of the target's
+    prefill, a prompt token.
     """
 
     placement: Placement
@@ -21,6 +22,7 @@ class Pace:
     step: Latency
     link_seconds: float
     overhead_seconds: float
+    prefill_seconds_per_token: float
 
     def round_seconds(self, drafted: int) -> float:
         """Seconds from sending a draft of so many tokens to hearing its outcome, as the draft sees them."""
@@ -44,7 +46,7 @@ def pace(profile: Profile, placement: Placement, mode: Mode) -> Pace | None:
         return None
     step = Latency.constant(0.0) if alone is None or beside is None else _step(alone, beside)
     link = 0.0 if mode == "ar" else profile.link_seconds
-    return Pace(placement, Latency(verify.tokens, verify.seconds), step, link, profile.overhead_seconds)
+    return Pace(placement, Latency(verify.tokens, verify.seconds), step, link, profile.overhead_seconds, profile.prefill_seconds_per_token)
 
 
 def _step(alone: ForwardLatency, beside: ForwardLatency) -> Latency:

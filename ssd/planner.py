@@ -161,8 +161,8 @@ class _Ranking:
         return sorted(kept, key=lambda p: -self.value(p))
 
 
-def _complexity(configuration: Configuration) -> tuple[int, int]:
-    return SIMPLEST.index(configuration.mode), len(configuration.placement.devices)
+def _complexity(configuration: Configuration) -> tuple[int, int, bool]:
+    return SIMPLEST.index(configuration.mode), len(configuration.placement.devices), configuration.backup == "none"
 
 
 def _kind(played: Played) -> tuple[Mode, Placement]:

@@ -15,11 +15,12 @@ from ssd.pace import Pace
 from ssd.specs import Configuration, Mode, Prediction, Workload
 
 # Enough for a standard error of about 1 %; all configurations meet the same random numbers, so their order is surer than that.
-SIMULATED_TOKENS = 2400
+SIMULATED_TOKENS = 2000
 # Without chance, a few rounds tell all.
 SIMULATED_TOKENS_AR = 16
-# A miss waits for half a layer on average; the share of a step that this is matters little.
-DRAFT_LAYERS = 24
+# The engine finishes the step in which the branch that hit is growing, as "step" does; it gives others up between two layers, so a miss
+# is charged some part of a step too much. "layer" would give up hits as well, which are more.
+INTERRUPT = "step"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Played:
 
 
 def play(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload) -> Played:
-    """Simulate requests of the workload's output length, without prefill."""
+    """Simulate requests of the workload's lengths; what they take before their first token is not counted."""
     return Played(configuration, pace, simulate(_scenario(configuration, pace, outcomes, workload)).metrics)
 
 
@@ -47,11 +48,14 @@ def predicted(played: Played, everything: Sequence[Played]) -> Configuration:
     K, drafts = configuration.num_speculative_tokens, configuration.mode != "ar"
     budget = max(sum(configuration.fan_out_hit), sum(configuration.fan_out_miss))
     target, used = configuration.placement.target, configuration.placement.devices
+    vs_ar, vs_ar_equal = _speedup(played, _on(everything, "ar", target)), _speedup(played, _within(everything, "ar", used))
+    assert vs_ar is not None, "AR is played on the devices of every target"
+    assert vs_ar_equal is not None
     prediction = Prediction(
         tokens_per_second=played.tokens_per_second,
-        speedup_vs_ar=_speedup(played, _on(everything, "ar", target)) or 0.0,
+        speedup_vs_ar=vs_ar,
         speedup_vs_sd=_speedup(played, _on(everything, "sd", target)),
-        speedup_vs_ar_equal_devices=_speedup(played, _within(everything, "ar", used)) or 0.0,
+        speedup_vs_ar_equal_devices=vs_ar_equal,
         speedup_vs_sd_equal_devices=_speedup(played, _within(everything, "sd", used)),
         hit_rate=metrics.cache_hit_rate,
         draft_acceptance_rate=metrics.draft_acceptance_rate,
@@ -65,12 +69,18 @@ def predicted(played: Played, everything: Sequence[Played]) -> Configuration:
 
 
 def _scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload) -> Scenario:
-    drafts, length = configuration.mode != "ar", max(2, workload.output_tokens)
+    drafts = configuration.mode != "ar"
+    tokens = SIMULATED_TOKENS if drafts else SIMULATED_TOKENS_AR
+    length = min(max(2, workload.output_tokens), tokens)
+    prefill = workload.prompt_tokens * pace.prefill_seconds_per_token
     return Scenario(
         mode=configuration.mode,
         verify=pace.verify,
         output_tokens=length,
-        num_requests=ceil((SIMULATED_TOKENS if drafts else SIMULATED_TOKENS_AR) / length),
+        num_requests=ceil(tokens / length),
+        target_prefill_seconds=prefill,
+        # Not measured; in proportion to a forward of one token.
+        draft_prefill_seconds=prefill * pace.step(1) / pace.verify(1),
         overhead_seconds=pace.overhead_seconds,
         outcomes=outcomes if drafts else None,
         draft_step=pace.step if drafts else None,
@@ -79,8 +89,7 @@ def _scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, work
         fan_out_hit=configuration.fan_out_hit,
         fan_out_miss=configuration.fan_out_miss,
         backup=configuration.backup,
-        interrupt="layer",
-        draft_layers=DRAFT_LAYERS,
+        interrupt=INTERRUPT,
     )
 
 
@@ -94,8 +103,5 @@ def _within(everything: Iterable[Played], mode: Mode, used: tuple[str, ...]) -> 
 
 
 def _speedup(played: Played, others: Sequence[Played]) -> float | None:
-    return max((played.tokens_per_second / other.tokens_per_second for other in _fastest(others)), default=None)
-
-
-def _fastest(others: Sequence[Played]) -> list[Played]:
-    return sorted(others, key=lambda other: -other.tokens_per_second)[:1]
+    fastest = max((other.tokens_per_second for other in others), default=None)
+    return None if fastest is None else played.tokens_per_second / fastest

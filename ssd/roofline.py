@@ -134,7 +134,7 @@ def _too_big(hardware: Hardware, models: Models, needed: int) -> str:
 
 def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance | None) -> tuple[str, ...]:
     latency = (
-        f"latency: computed, not measured: {MEMORY_EFFICIENCY:.0%} of the stated bandwidth, {COMPUTE_EFFICIENCY:.0%} of the FLOP/s, "
+        f"latency: computed, not measured; {MEMORY_EFFICIENCY:.0%} of the stated bandwidth, {COMPUTE_EFFICIENCY:.0%} of the FLOP/s, "
         f"{LAYER_SECONDS * 1e6:.0f} us a layer, {ALL_REDUCE_SECONDS * 1e6:.0f} us an all-reduce, {TOKEN_SECONDS * 1e6:.0f} us a token more",
         f"target: shape from {target.shape.source}; split over any number of devices, also where its heads do not divide",
         "host work of a round: none beside what a layer takes to launch, which the calibration includes",

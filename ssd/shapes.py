@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ssd.data import read_table
+from ssd.tables import read_table
 
 
 @dataclass(frozen=True, slots=True)

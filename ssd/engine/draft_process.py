@@ -61,7 +61,7 @@ def serve(link: Link) -> None:
     link.send(Ready())
     while not isinstance(message := link.receive(), Shutdown):
         try:
-            _obey(drafter, link, message, boot)
+            obey(drafter, link, message)
         except LinkError:
             raise
         except Exception as error:
@@ -81,7 +81,8 @@ def _load(boot: Boot, link: Link) -> Drafter:
     return Drafter(loaded, link, boot.rows, boot.max_model_len, boot.vocab_size)
 
 
-def _obey(drafter: Drafter, link: Link, message: object, boot: Boot) -> None:
+def obey(drafter: Drafter, link: Link, message: object) -> None:
+    """Do what one message says."""
     from ssd.devices import pin
     from ssd.engine.rehearsal import rank_tokens, rehearse
 
@@ -98,7 +99,7 @@ def _obey(drafter: Drafter, link: Link, message: object, boot: Boot) -> None:
             drafter.stop(message.request)
         case Rehearse():
             again = (lambda done: done < message.repeats) if message.repeats else (lambda done: link.peek() is None)
-            link.send(Rehearsed(tuple(rehearse(drafter.loaded, boot.rows, message.tokens, message.context, again))))
+            link.send(Rehearsed(tuple(rehearse(drafter.loaded, len(drafter.rows), message.tokens, message.context, again))))
         case Score():
             link.send(Scored(tuple(rank_tokens(drafter.loaded, message.tokens, message.start))))
         case TakeSpans():

@@ -48,15 +48,10 @@ class FastLinear(nn.Module):
                 f"expected float32 activations [..., {self.in_features}], got {x.dtype} {tuple(x.shape)};"
                 " for a model loaded in bf16 call fp32_compute_from_bf16"
             )
-        if x.device.type != "cpu" or kernel.why_unavailable():
+        if not x.is_cpu or kernel.why_unavailable():
             return self._with_torch(x)
-        rows = x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = kernel.matmul(rows, self.words, self.padded_bias)
-        if out.shape[1] != self.out_features:
-            out = out[:, : self.out_features].contiguous()
-        return out.view(*x.shape[:-1], self.out_features)
+        out = kernel.matmul(x.contiguous(), self.words, self.padded_bias)
+        return out if out.shape[-1] == self.out_features else out[..., : self.out_features].contiguous()
 
     def _with_torch(self, x: torch.Tensor) -> torch.Tensor:
         _say_once(f"FastLinear uses torch on {x.device.type}: {kernel.why_unavailable() or 'its kernel is for CPUs'}")

@@ -4,7 +4,7 @@ Weights are stored in blocks of ``2 * lanes`` output rows, ``[block, input, lane
 block in the low half of a word, output ``lanes + lane`` in its high half. A shift and a mask then turn one vector load into
 two vectors of fp32 weights, which meet one broadcast activation: no horizontal sums, and each weight is decoded once for up
 to 14 tokens. The loops are built as LLVM IR, since the sums must stay in registers whatever the optimiser thinks of it; a kernel
-compiles in some 30 ms at the first use of its number of tokens and is kept for the life of the process, nowhere else.
+compiles in 40 to 80 ms at the first use of its number of tokens and is kept for the life of the process, nowhere else.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ except ImportError:  # pragma: no cover - a dependency, but the package must imp
 log = logging.getLogger(__name__)
 
 MAX_BLOCKS_AT_ONCE = 4
+_Arguments = ctypes.c_int64 * 9
 CHUNK_BYTES = 256 * 1024  # of weights, kept in the second-level cache while several tiles of tokens pass over them
 MIN_TEAM_WORK = 1 << 18  # multiply-adds below which waking a second thread costs more than it brings
 
@@ -93,19 +94,23 @@ def unpack(words: torch.Tensor, out_features: int) -> torch.Tensor:
 
 
 def matmul(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T + bias`: x fp32 `[tokens, in]` with unit inner stride, bias fp32 of all padded outputs; returns `[tokens, padded out]`."""
-    tokens, in_features = x.shape
-    blocks, _, lanes = words.shape
-    out = torch.empty(tokens, bias.shape[0])
+    """`x @ weight.T + bias`, `[..., padded out]`: x fp32 `[..., in]`, contiguous; bias fp32 `[padded out]`."""
+    blocks, in_features, lanes = words.shape
+    out_features = 2 * lanes * blocks
+    out = torch.empty((*x.shape[:-1], out_features))
+    tokens = out.numel() // out_features
     if tokens == 0:
         return out
-    tiles = -(-tokens // VECTORS[lanes].max_tile)
-    chunk = blocks if tiles == 1 else max(1, CHUNK_BYTES // (4 * lanes * in_features))
-    arguments = (ctypes.c_int64 * 10)(
-        words.data_ptr(), x.data_ptr(), x.stride(0), bias.data_ptr(), out.data_ptr(), out.shape[1], in_features, tokens, blocks, chunk
+    max_tile = VECTORS[lanes].max_tile
+    tile, chunk = tokens, blocks
+    if tokens > max_tile:
+        tile = -(-tokens // -(-tokens // max_tile))
+        chunk = max(1, CHUNK_BYTES // (4 * lanes * in_features))
+    arguments = _Arguments(
+        words.data_ptr(), x.data_ptr(), bias.data_ptr(), out.data_ptr(), in_features, out_features, tokens, blocks, chunk
     )
-    kernel = _kernel(-(-tokens // tiles), lanes)
-    threads = _threads() if tokens * words.numel() * 2 >= MIN_TEAM_WORK else 1
+    kernel = _kernels.get((tile, lanes)) or _kernel(tile, lanes)
+    threads = _threads(tokens * in_features * out_features)
     if threads > 1 and kernel.team:
         _openmp().GOMP_parallel(kernel.team, arguments, threads, 0)
     else:
@@ -132,10 +137,12 @@ def _openmp() -> Any:
 _cores_seen: set[int] = set()
 
 
-def _threads() -> int:
-    """Threads for one product: torch's number, but no more than the cores that the caller may run on."""
+def _threads(work: int) -> int:
+    """Threads for a product of `work` multiply-adds: torch's number, but no more than the cores that the caller may run on."""
     wanted = torch.get_num_threads()
-    if wanted == 1 or not hasattr(os, "sched_getaffinity"):
+    if wanted == 1 or work < MIN_TEAM_WORK:
+        return 1
+    if not hasattr(os, "sched_getaffinity"):
         return wanted
     cores = os.sched_getaffinity(0)
     threads = min(wanted, len(cores))
@@ -195,7 +202,8 @@ def _compile(tokens: int, vectors: Vectors) -> _Kernel:
 
 if ir is not None:
     _F32, _I32, _I64, _VOID = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.VoidType()
-    _FLOATS, _WORDS, _LONGS = _F32.as_pointer(), _I32.as_pointer(), _I64.as_pointer()
+    _LONGS = _I64.as_pointer()
+    _POINTERS = [_I32.as_pointer()] + [_F32.as_pointer()] * 3  # words, x, bias, out
 
 
 def _int(value: int) -> Any:
@@ -235,7 +243,7 @@ def _module(tokens: int, vectors: Vectors) -> Any:
     if library := _openmp():
         ask = [ctypes.cast(f, ctypes.c_void_p).value for f in (library.omp_get_thread_num, library.omp_get_num_threads)]
         kind = ir.FunctionType(_I32, []).as_pointer()
-        _entry(module, "team", rows, lambda b: [b.sext(b.call(b.inttoptr(_int(f), kind), []), _I64) for f in ask])
+        _entry(module, "team", rows, lambda b: [b.sext(b.call(b.inttoptr(_int(f or 0), kind), []), _I64) for f in ask])
     return module
 
 
@@ -244,7 +252,7 @@ def _entry(module: Any, name: str, rows: Any, place: Any) -> None:
     function = ir.Function(module, ir.FunctionType(_VOID, [_LONGS]), name)
     b = ir.IRBuilder(function.append_basic_block())
     number, count = place(b)
-    blocks = b.load(b.gep(function.args[0], [_int(8)]))
+    blocks = b.load(b.gep(function.args[0], [_int(7)]))
     first = b.sdiv(b.mul(blocks, number), count)
     last = b.sdiv(b.mul(blocks, b.add(number, _int(1))), count)
     b.call(rows, [function.args[0], first, last])
@@ -258,25 +266,23 @@ def _rows(module: Any, tokens: int, tile: Any) -> Any:
     function.attributes.add("noinline")
     arguments, first, last = function.args
     b = ir.IRBuilder(function.append_basic_block())
-    words, x, ldx, bias, out, ldo, inputs, total, _, chunk = (b.load(b.gep(arguments, [_int(k)])) for k in range(10))
-    pointer = {v: b.inttoptr(v, t) for v, t in ((words, _WORDS), (x, _FLOATS), (bias, _FLOATS), (out, _FLOATS))}
+    words, x, bias, out, inputs, outputs, total, _, chunk = (b.load(b.gep(arguments, [_int(k)])) for k in range(9))
+    words, x, bias, out = (b.inttoptr(v, kind) for v, kind in zip((words, x, bias, out), _POINTERS, strict=True))
     with _loop(b, first, last, chunk) as block, _loop(b, _int(0), total, _int(tokens)) as token:
         token = _min(b, token, b.sub(total, _int(tokens)))
-        x_tile, out_tile = b.gep(pointer[x], [b.mul(token, ldx)]), b.gep(pointer[out], [b.mul(token, ldo)])
-        end = _min(b, b.add(block, chunk), last)
-        b.call(tile, [pointer[words], x_tile, ldx, pointer[bias], out_tile, ldo, inputs, block, end])
+        x_tile, out_tile = b.gep(x, [b.mul(token, inputs)]), b.gep(out, [b.mul(token, outputs)])
+        b.call(tile, [words, x_tile, bias, out_tile, inputs, outputs, block, _min(b, b.add(block, chunk), last)])
     b.ret_void()
     return function
 
 
 def _tile(module: Any, tokens: int, vectors: Vectors) -> Any:
     """Blocks `first..last` for `tokens` tokens: as many blocks at once as fit in registers, then the rest one by one."""
-    signature = [_WORDS, _FLOATS, _I64, _FLOATS, _FLOATS, _I64, _I64, _I64, _I64]
-    function = ir.Function(module, ir.FunctionType(_VOID, signature), "tile")
+    function = ir.Function(module, ir.FunctionType(_VOID, [*_POINTERS, _I64, _I64, _I64, _I64]), "tile")
     function.linkage = "internal"
-    for k in (0, 1, 3, 4):
-        function.args[k].add_attribute("noalias")
-    first, last = function.args[7:]
+    for pointer in function.args[:4]:
+        pointer.add_attribute("noalias")
+    first, last = function.args[6:]
     b = ir.IRBuilder(function.append_basic_block())
     at_once = vectors.blocks_at_once(tokens)
     middle = b.add(first, b.mul(b.sdiv(b.sub(last, first), _int(at_once)), _int(at_once)))
@@ -289,7 +295,7 @@ def _tile(module: Any, tokens: int, vectors: Vectors) -> Any:
 
 def _sums(b: Any, arguments: Any, block: Any, tokens: int, count: int, lanes: int) -> None:
     """The outputs of `count` blocks for `tokens` tokens: sums start at the bias and stay in registers along the inputs."""
-    words, x, ldx, bias, out, ldo, inputs, *_ = arguments
+    words, x, bias, out, inputs, outputs, *_ = arguments
     vector = ir.VectorType(_F32, lanes)
     fma = _intrinsic(b, f"llvm.fma.v{lanes}f32", ir.FunctionType(vector, [vector] * 3))
     column = b.mul(block, _int(2 * lanes))
@@ -303,12 +309,12 @@ def _sums(b: Any, arguments: Any, block: Any, tokens: int, count: int, lanes: in
     with _loop(b, _int(0), inputs, _int(1)) as i:
         weights = [w for k in range(count) for w in _weights(b, words, b.add(block, _int(k)), inputs, i, tokens, count, lanes)]
         for q, row in enumerate(sums):
-            value = _broadcast(b, b.load(b.gep(x, [b.add(b.mul(_int(q), ldx), i)])), vector)
+            value = _broadcast(b, b.load(b.gep(x, [b.add(b.mul(_int(q), inputs), i)])), vector)
             for v, weight in enumerate(weights):
                 b.store(b.call(fma, [value, weight, b.load(row[v])]), row[v])
     for q, row in enumerate(sums):
         for v, at in enumerate(columns):
-            b.store(b.load(row[v]), b.bitcast(b.gep(out, [b.add(b.mul(_int(q), ldo), at)]), vector.as_pointer()), align=4)
+            b.store(b.load(row[v]), b.bitcast(b.gep(out, [b.add(b.mul(_int(q), outputs), at)]), vector.as_pointer()), align=4)
 
 
 def _weights(b: Any, words: Any, block: Any, inputs: Any, i: Any, tokens: int, count: int, lanes: int) -> tuple[Any, Any]:

@@ -1,0 +1,30 @@
+import os
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Tiny models gain nothing from threads, and a drafter in a thread of its own would fight for them."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory):
+    """Paths of a tiny random target and its noisy draft."""
+    from tests.tiny import make_pair
+
+    return make_pair(tmp_path_factory.mktemp("pair"), "llama", seed=1, noise=0.1)
+
+
+@pytest.fixture
+def plan_for(tiny_pair):
+    """A hand-typed plan for the tiny pair on two cores."""
+    from tests.plans import hand_typed
+
+    return lambda **changes: hand_typed(*tiny_pair, **changes)

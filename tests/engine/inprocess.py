@@ -1,0 +1,137 @@
+"""Both sides of the engine in one process, the draft's in a thread: the real drafter, link and scheduler without a process's start-up."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
+import torch
+from tests.tiny import EXTRA, GROUPED, vary
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ssd.engine.draft import Drafter
+from ssd.engine.draft_process import obey
+from ssd.engine.kv import ATTENTION
+from ssd.engine.link import Link, LinkError, Ready, Setup, Shutdown
+from ssd.engine.scheduler import DraftPeer, Request, Scheduler
+from ssd.engine.target import Target, slots_needed
+from ssd.models import LoadedModel
+from ssd.specs import Placement, SamplingParams
+
+NOWHERE = Placement(target=("meta:0",), draft=("meta:0",))
+NEAR_TIE = 1e-3
+
+
+def tiny_model(model_type: str, seed: int) -> PreTrainedModel:
+    """A random decoder whose greedy text varies."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **EXTRA.get(model_type, GROUPED))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    vary(model)
+    return model
+
+
+def noisy(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedModel:
+    """A copy of `model` with noise on its weights, to be its draft."""
+    torch.manual_seed(seed)
+    copy = type(model)(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for weight in copy.parameters():
+            if weight.dim() > 1:
+                weight.add_(noise * weight.std() * torch.randn_like(weight))
+    return copy
+
+
+def loaded(model: PreTrainedModel) -> LoadedModel:
+    """Wrap a model for the engine, on key-value slots."""
+    model.set_attn_implementation(ATTENTION)
+    config = model.config
+    return LoadedModel(model, torch.device("cpu"), torch.float32, config.vocab_size, config.max_position_embeddings)
+
+
+def setup(K: int, fan_out_hit: tuple[int, ...] = (), fan_out_miss: tuple[int, ...] = (), backup: str = "jit") -> Setup:
+    """How to draft; without fan-outs, as plain SD."""
+    return Setup(K, fan_out_hit, fan_out_miss or fan_out_hit, backup, NOWHERE)
+
+
+class Pair:
+    """A target here and its drafter in a thread."""
+
+    def __init__(self, target: LoadedModel, peer: DraftPeer, max_model_len: int, idle: threading.Event) -> None:
+        self.target, self.peer, self.max_model_len, self.idle = target, peer, max_model_len, idle
+        self.spans: deque = deque()
+
+    def decode(self, how, prompt, max_tokens, ends=frozenset(), stop_after=None, patient=False):
+        """Decode one prompt (`how` None: AR); return the finished request.
+
+        stop_after cancels it after so many rounds; a patient target lets the draft finish its cache before it verifies.
+        """
+        if how is not None:
+            assert self.peer.ask(how, Ready) is not None, self.peer.lost
+        K = how.num_speculative_tokens if how is not None else 0
+        target = Target(self.target, 1, slots_needed(self.max_model_len, K))
+        if patient:
+            verify = target.verify
+            target.verify = lambda drafts: self.idle.wait(20) and verify(drafts)
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(f"r{id(object())}", tuple(prompt), params, ends, self.max_model_len - len(prompt))
+        rounds = Scheduler(target, self.spans).decode(request, self.peer if how is not None else None)
+        for number, _ in enumerate(rounds):
+            if number == stop_after:
+                rounds.close()
+        return request
+
+
+@contextmanager
+def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, deadline: float = 20.0):
+    """Run a drafter in a thread and yield the Pair that talks to it."""
+    ours, theirs = Pipe()
+    link, far = Link(ours), Link(theirs)
+    drafter = Drafter(loaded(draft), far, 1, max_model_len, target.config.vocab_size)
+
+    idle = threading.Event()
+
+    def serve() -> None:
+        with suppress(LinkError):
+            while not isinstance(message := far.receive(), Shutdown):
+                idle.clear()
+                obey(drafter, far, message)
+                if far.peek() is None:
+                    idle.set()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    process = SimpleNamespace(kill=lambda: None, wait=lambda timeout=None: None)
+    peer = DraftPeer(process, link, deadline)
+    try:
+        yield Pair(loaded(target), peer, max_model_len, idle)
+    finally:
+        peer.tell(Shutdown())
+        thread.join(20)
+
+
+def reference(model: PreTrainedModel, prompt: list[int], count: int, ends: frozenset[int] = frozenset()) -> list[int]:
+    """What transformers' own greedy generate gives."""
+    model.set_attn_implementation("sdpa")
+    ids = torch.tensor([prompt])
+    kwargs = {"eos_token_id": sorted(ends)} if ends else {"eos_token_id": None}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, **kwargs)
+    model.set_attn_implementation(ATTENTION)
+    return out[0, len(prompt) :].tolist()
+
+
+def differs(model: PreTrainedModel, prompt: list[int], ours: list[int], theirs: list[int]) -> str | None:
+    """Say where two greedy outputs differ, unless the two best logits there are nearly equal."""
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            model.set_attn_implementation("sdpa")
+            with torch.no_grad():
+                best = model(torch.tensor([prompt + theirs[:place]])).logits[0, -1].topk(2).values
+            model.set_attn_implementation(ATTENTION)
+            gap = float(best[0] - best[1])
+            return None if gap < NEAR_TIE else f"token {place}: {a} against {b}, gap {gap:.4f}"
+    return None if len(ours) == len(theirs) else f"{len(ours)} tokens against {len(theirs)}"

@@ -1,0 +1,196 @@
+"""The two real processes: what each does when the other dies, hangs, errs or is done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from tests.engine.inprocess import reference
+from tests.plans import CORES
+from transformers import AutoModelForCausalLM
+
+import ssd
+from ssd.specs import Configuration, Placement, SamplingParams
+
+PROMPT = "hello, world"
+PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)
+
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, seconds: float = 15.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_pair):
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair[0])
+    from tests.tiny import tokenizer
+
+    return reference(model, tokenizer()(PROMPT)["input_ids"], PARAMS.max_tokens)
+
+
+def test_all_modes_and_placements_of_one_engine_give_the_same_tokens(plan_for, expected):
+    plan = plan_for()
+    shared = Placement(target=CORES[:1], draft=CORES[:1])
+    both = Placement(target=CORES, draft=CORES)
+    with ssd.Engine.from_plan(plan) as engine:
+        for configuration in (
+            plan,
+            Configuration(mode="sd", num_speculative_tokens=2, placement=shared),
+            Configuration(mode="ar", placement=Placement(target=CORES)),
+            Configuration(mode="sd", num_speculative_tokens=5, placement=both),
+            plan.model_copy(update={"backup": "none"}),
+        ):
+            engine.configure(configuration)
+            output = engine.generate(PROMPT, PARAMS)[0]
+            assert list(output.token_ids) == expected, configuration.mode
+        metrics = engine.metrics()
+        assert metrics.num_output_tokens == 5 * PARAMS.max_tokens
+        assert metrics.num_cache_hits > 0
+        spans = engine.timeline().spans
+        assert {(span.device, span.activity) for span in spans} >= {("target", "verify"), ("draft", "build"), ("draft", "answer")}
+        assert engine.health().draft == "ok"
+
+
+def test_a_killed_draft_loses_no_request(plan_for, expected):
+    with ssd.Engine.from_plan(plan_for()) as engine:
+        chunks = engine.stream(PROMPT, PARAMS)
+        tokens = [*next(chunks).token_ids, *next(chunks).token_ids]
+        os.kill(engine.peer.process.pid, signal.SIGKILL)
+        for chunk in chunks:
+            tokens += chunk.token_ids
+        assert tokens == expected
+        assert chunk.output.token_ids == tuple(expected)
+        assert engine.health().draft == "lost"
+        assert engine.health().reason
+        assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
+        assert engine.timeline().spans
+
+
+def test_a_stopped_draft_costs_one_deadline_and_no_request(plan_for, expected):
+    with ssd.Engine.from_plan(plan_for(), deadline=1.0) as engine:
+        pid = engine.peer.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
+        assert 0.9 < time.monotonic() - begin < 10
+        assert "1 s" in engine.health().reason
+        assert not alive(pid)
+
+
+def test_a_lying_draft_is_lost_and_the_request_is_right(plan_for, expected, monkeypatch):
+    from ssd.engine.link import Draft, Link
+
+    honest = Link.receive
+
+    def lying(self, deadline=None):
+        message = honest(self, deadline)
+        return Draft(message.request, message.round + 7, ("x",), None, False) if isinstance(message, Draft) and message.round == 3 else message
+
+    monkeypatch.setattr(Link, "receive", lying)
+    with ssd.Engine.from_plan(plan_for()) as engine:
+        assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
+        assert engine.health().draft == "lost"
+
+
+def test_closing_leaves_no_process(plan_for):
+    with ssd.Engine.from_plan(plan_for()) as engine:
+        pid = engine.peer.process.pid
+        assert alive(pid)
+    assert not alive(pid)
+    engine.close()
+    with pytest.raises(ValueError, match="closed"):
+        engine.generate(PROMPT)
+
+
+def test_an_error_inside_the_block_leaves_no_process(plan_for):
+    with pytest.raises(ZeroDivisionError), ssd.Engine.from_plan(plan_for()) as engine:
+        pid = engine.peer.process.pid
+        1 / 0  # noqa: B018
+    assert not alive(pid)
+
+
+def test_a_draft_that_cannot_load_is_an_error_with_its_reason_and_no_process(plan_for, monkeypatch):
+    import ssd.engine.engine as module
+
+    spawned = []
+    real = module.spawn
+
+    def sabotaged(boot):
+        from dataclasses import replace
+
+        process, link = real(replace(boot, draft="./nowhere"))
+        spawned.append(process.pid)
+        return process, link
+
+    monkeypatch.setattr(module, "spawn", sabotaged)
+    with pytest.raises(RuntimeError, match="no such folder"):
+        ssd.Engine.from_plan(plan_for())
+    assert not alive(spawned[0])
+
+
+SCRIPT = """
+import sys, ssd
+from ssd.specs import Plan, SamplingParams
+engine = ssd.Engine.from_plan(Plan.load(sys.argv[1]))
+print(engine.peer.process.pid, flush=True)
+while True:
+    engine.generate("again and again", SamplingParams(max_tokens=60, ignore_eos=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_the_engines_process_ends_the_drafts(plan_for, tmp_path, number):
+    plan_for().save(tmp_path / "plan.json")
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "plan.json")], stdout=subprocess.PIPE, text=True)
+    draft = int(process.stdout.readline())
+    assert alive(draft)
+    process.send_signal(number)
+    assert process.wait(20) != 0
+    assert wait_for(lambda: not alive(draft))
+
+
+def test_the_callers_thread_gets_its_cores_back(plan_for):
+    before = os.sched_getaffinity(0)
+    with ssd.Engine.from_plan(plan_for()) as engine:
+        for _ in engine.stream(PROMPT, PARAMS):
+            assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_stream_is_the_output_in_pieces_and_never_half_a_character(plan_for):
+    with ssd.Engine.from_plan(plan_for()) as engine:
+        chunks = list(engine.stream("ünïcödé ☃", PARAMS))
+        output = chunks[-1].output
+        assert "".join(chunk.text for chunk in chunks) == output.text
+        assert tuple(token for chunk in chunks for token in chunk.token_ids) == output.token_ids
+        assert not any(chunk.text.endswith("\ufffd") for chunk in chunks[:-1])
+
+
+def test_one_request_at_a_time_and_a_closed_stream_frees_the_engine(plan_for, expected):
+    with ssd.Engine.from_plan(plan_for()) as engine:
+        chunks = engine.stream(PROMPT, PARAMS)
+        next(chunks)
+        with pytest.raises(ValueError, match="still being streamed"):
+            engine.generate(PROMPT)
+        chunks.close()
+        assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected

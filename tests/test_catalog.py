@@ -1,0 +1,108 @@
+"""The catalogue is complete and sane; machines are found by name; this machine is described."""
+
+import os
+
+import pytest
+
+import ssd
+from ssd.catalog import accelerators
+from ssd.shapes import catalogue, shape
+
+
+@pytest.mark.parametrize("name", accelerators())
+def test_an_accelerator_has_positive_rates_and_a_source(name):
+    row = accelerators()[name]
+    assert row["source"].strip()
+    (device,) = ssd.Hardware.named(f"1x{name}").devices
+    assert 10e9 < device.memory_bytes < 1e12
+    assert 0.5e12 < device.memory_bandwidth < 20e12
+    assert 100e12 < device.flops < 10e15
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_a_shape_has_the_parameters_that_its_authors_state(name):
+    row = catalogue()[name]
+    assert row["source"].strip()
+    found = shape(name)
+    assert found.parameters == pytest.approx(row["billions"] * 1e9, rel=0.005)
+    assert found.parameters_read == found.parameters - (0 if row["tied"] else row["vocab"] * row["hidden"])
+    assert found.kv_values_per_token > 0
+
+
+def test_key_values_of_llama_70b():
+    # 80 layers, keys and values, 8 heads of 128.
+    assert shape("meta-llama/Llama-3.1-70B-Instruct").kv_values_per_token == 80 * 2 * 8 * 128
+
+
+def test_a_shape_is_found_by_the_end_of_its_hub_id_in_any_case():
+    assert shape("someone/qwen3-32b").parameters == shape("Qwen/Qwen3-32B").parameters
+
+
+def test_an_unknown_model_is_refused_with_what_is_known():
+    with pytest.raises(ValueError, match=r"draft='./nowhere'.*no such folder.*Llama-3.1-70B"):
+        shape("./nowhere", "draft")
+
+
+def test_the_catalogues_shape_is_that_of_the_model_built_from_its_configuration(tmp_path):
+    from transformers import AutoConfig
+
+    row = catalogue()["Qwen2.5-Coder-0.5B-Instruct"]
+    config = AutoConfig.for_model(
+        "qwen2",
+        hidden_size=row["hidden"],
+        num_hidden_layers=row["layers"],
+        num_attention_heads=row["heads"],
+        num_key_value_heads=row["kv_heads"],
+        intermediate_size=row["intermediate"],
+        vocab_size=row["vocab"],
+        tie_word_embeddings=row["tied"],
+    )
+    config.save_pretrained(tmp_path)
+    built, listed = shape(str(tmp_path)), shape("Qwen2.5-Coder-0.5B-Instruct")
+    assert built.parameters == pytest.approx(listed.parameters, rel=1e-3)
+    assert built.parameters_read == pytest.approx(listed.parameters_read, rel=1e-3)
+    assert (built.layers, built.kv_values_per_token) == (listed.layers, listed.kv_values_per_token)
+
+
+def test_a_machine_is_named_by_count_and_accelerator():
+    hardware = ssd.Hardware.named("5xh100-sxm")
+    assert hardware.name == "5xH100-SXM"
+    assert [device.id for device in hardware.devices] == [f"cuda:{i}" for i in range(5)]
+    assert not hardware.is_local
+
+
+def test_a_mix_is_numbered_through():
+    hardware = ssd.Hardware.named("4xH100-SXM + L40S")
+    assert [device.name for device in hardware.devices] == ["H100-SXM"] * 4 + ["L40S"]
+    assert (hardware.name, hardware.devices[-1].id) == ("4xH100-SXM + 1xL40S", "cuda:4")
+
+
+def test_an_unknown_accelerator_is_refused_with_the_nearest_and_the_list():
+    with pytest.raises(ValueError, match=r"'H100-SMX' is unknown, nearest is 'H100-SXM'; known are A100-40GB.*MI300X"):
+        ssd.Hardware.named("5xH100-SMX")
+
+
+@pytest.mark.parametrize("description", ["0xH100-SXM", "-1xH100-SXM", "65xH100-SXM"])
+def test_an_impossible_count_is_refused(description):
+    with pytest.raises(ValueError, match="give a count from 1 to 64"):
+        ssd.Hardware.named(description)
+
+
+@pytest.mark.parametrize("description", ["", "2xH100-SXM + "])
+def test_a_missing_name_is_refused(description):
+    with pytest.raises(ValueError, match="names nothing"):
+        ssd.Hardware.named(description)
+
+
+def test_this_machine_is_its_cores_unless_it_has_two_accelerators():
+    import torch
+
+    threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
+    hardware = ssd.Hardware.local()
+    assert hardware.is_local
+    if torch.cuda.device_count() < 2:
+        assert [device.id for device in hardware.devices] == [f"cpu:{core}" for core in sorted(affinity)]
+        assert hardware.shared_memory
+    assert all(device.memory_bandwidth > 1e8 and device.flops > 1e8 for device in hardware.devices)
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (threads, affinity)
+    assert ssd.Hardware.model_validate_json(hardware.model_dump_json()) == hardware

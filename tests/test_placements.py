@@ -1,0 +1,40 @@
+"""Which placements are offered where."""
+
+import pytest
+
+import ssd
+from ssd.placements import placements
+from ssd.specs import Placement
+from tests.profiles import cores
+
+
+def split(hardware):
+    return [place for place in placements(hardware) if not place.overlaps]
+
+
+def test_the_draft_gets_the_last_core_or_a_quarter_of_them():
+    assert [(len(p.target), len(p.draft)) for p in split(cores(16))] == [(15, 1), (12, 4)]
+    assert [(len(p.target), len(p.draft)) for p in split(cores(4))] == [(3, 1)]
+    assert split(cores(2)) == [Placement(target=("cpu:0",), draft=("cpu:1",))]
+    assert split(cores(1)) == []
+
+
+def test_the_draft_gets_the_last_accelerator():
+    assert split(ssd.Hardware.named("4xH100-SXM + 1xL40S")) == [
+        Placement(target=("cuda:0", "cuda:1", "cuda:2", "cuda:3"), draft=("cuda:4",))
+    ]
+
+
+@pytest.mark.parametrize("hardware", [cores(1), cores(2), cores(16), ssd.Hardware.named("1xH100-SXM"), ssd.Hardware.named("5xH100-SXM")])
+def test_sharing_is_offered_on_every_targets_devices_and_on_all(hardware):
+    shared = [place.target for place in placements(hardware) if place.overlaps]
+    everything = tuple(device.id for device in hardware.devices)
+    assert set(shared) == {place.target for place in split(hardware)} | {everything}
+    assert len(set(shared)) == len(shared)
+    assert all(place.target == place.draft for place in placements(hardware) if place.overlaps)
+
+
+def test_local_accelerators_hold_one_model_each_as_the_engine_runs_them():
+    here = ssd.Hardware.named("3xH100-SXM").model_copy(update={"is_local": True})
+    first, last = ("cuda:0",), ("cuda:2",)
+    assert placements(here) == (Placement(target=first, draft=last), Placement(target=first, draft=first))

@@ -1,0 +1,94 @@
+"""A plan in words: nothing that matters is left out, and hit rates never stand alone."""
+
+import pytest
+
+import ssd
+from ssd.specs import Placement, Plan
+from tests.profiles import PAIR, cores, synthetic, texts
+
+TWO = cores(2)
+
+
+def explained(mode=None, **profile):
+    plan = ssd.plan(TWO, PAIR, profile=synthetic(TWO, **profile), mode=mode)
+    return plan, plan.explain()
+
+
+def test_an_ssd_plan_tells_choice_speed_in_both_senses_and_where_time_goes():
+    plan, text = explained("ssd", traces=texts(0.8))
+    predicted = plan.predicted
+    for part in (
+        f"K={plan.num_speculative_tokens}, {sum(plan.fan_out_hit)} cached outcomes",
+        f"{predicted.tokens_per_second:.1f} tokens/s",
+        f"one device more than the target's: {predicted.speedup_vs_ar:.2f} x AR, {predicted.speedup_vs_sd:.2f} x SD",
+        "speed at equal devices, the others free to use all 2: "
+        f"{predicted.speedup_vs_ar_equal_devices:.2f} x AR, {predicted.speedup_vs_sd_equal_devices:.2f} x SD",
+        "T_v",
+        "T_p",
+        "T_b",
+        "Alternatives",
+        "tokens/s: ar",
+        "tokens/s: sd",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+def test_a_hit_rate_stands_beside_acceptance_and_speed(mode):
+    for line in explained(mode, traces=texts(0.8))[1].splitlines():
+        if "hit rate" in line:
+            assert "acceptance" in line
+            assert "x AR" in line
+
+
+def test_only_ssd_has_a_cache_to_speak_of():
+    for mode in ("ar", "sd"):
+        text = explained(mode, traces=texts(0.8))[1]
+        assert "hit rate" not in text
+        assert "the cache" not in text
+        assert "with the same devices" in text
+
+
+def test_it_is_about_a_dozen_lines_before_the_inputs():
+    lines = explained("ssd", traces=texts(0.8))[1].splitlines()
+    assert 8 <= lines.index("measured:") <= 14
+    assert max(map(len, lines)) < 180
+
+
+def test_measured_and_assumed_inputs_stand_apart():
+    measured, assumed = explained(traces=texts(0.8))[1].split("measured:")[1].split("assumed:")
+    assert "latency tables" in measured
+    assert "ranks of 1600 tokens in 8 texts" in measured
+    assert assumed.strip() == "nothing"
+
+
+def test_hit_curves_that_were_not_measured_are_called_assumed():
+    measured, assumed = explained()[1].split("measured:")[1].split("assumed:")
+    assert "ranks" not in measured
+    assert "hits: published curves" in assumed
+
+
+def test_offline_everything_is_assumed():
+    plan = ssd.plan(ssd.Hardware.named("2xH100-SXM"), ssd.Models(target="Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B"))
+    measured, assumed = plan.explain().split("measured:")[1].split("assumed:")
+    assert measured.strip() == "nothing"
+    for note in plan.profile.notes:
+        assert note in assumed
+    assert "from the hardware's description" in assumed
+
+
+def test_a_plan_typed_by_hand_is_explained_too():
+    plan = Plan(mode="ar", placement=Placement(target=("cpu:0",)), hardware=TWO, models=ssd.Models(target="target"))
+    text = plan.explain()
+    assert "ar, target on cpu:0" in text
+    assert "typed by hand" in text
+    assert text.count("nothing") == 3
+
+
+def test_the_cost_is_told_where_every_device_used_has_a_price():
+    devices = tuple(device.model_copy(update={"price_per_hour": 3.6}) for device in TWO.devices)
+    hardware = TWO.model_copy(update={"devices": devices})
+    plan = ssd.plan(hardware, PAIR, profile=synthetic(hardware), mode="ar", objective="cost")
+    # A tenth of a cent a second, at 100 tokens a second.
+    assert "$10.00 a million tokens" in plan.explain()
+    assert "$" not in explained()[1]
