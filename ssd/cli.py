@@ -77,9 +77,8 @@ def profile(asked: Asked, save: Save = None, as_json: Json = False) -> None:
     if save is None or as_json:
         print(text)
         return
-    print(
-        f"{len(found.forwards)} latency tables, acceptance {found.draft_acceptance_rate:.0%} ({found.acceptance_source}), on {found.hardware}."
-    )
+    acceptance = f"acceptance {found.draft_acceptance_rate:.0%} ({found.acceptance_source})"
+    print(f"{len(found.forwards)} latency tables, {acceptance}, on {found.hardware}.")
     print(f"Written to {save}; plan with --profile {save}.")
 
 

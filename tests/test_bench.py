@@ -2,9 +2,7 @@
 
 import io
 
-import handmade
 import pytest
-import tiny
 from rich.console import Console
 
 from sim.metrics import Metrics, Round
@@ -16,14 +14,15 @@ from ssd.bench.run import Run
 from ssd.bench.summary import summarise
 from ssd.bench.tables import label, report, serving_block, table, verdict
 from ssd.engine.engine import Engine
-from ssd.specs import Configuration, Placement, Prediction, RequestOutput
+from ssd.specs import Placement, Prediction, RequestOutput
+from tests import handmade
 
 PROMPTS = ["a", "hello", "zz top"]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return tiny.make_pair(tmp_path_factory.mktemp("pair"), noise=0.1)
+def pair(tiny_pair):
+    return tiny_pair
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def test_every_configuration_decodes_the_same_tokens(result):
 
 def test_the_plan_comes_first_and_both_senses_have_their_baselines(result):
     found = [(row.configuration.mode, row.configuration.placement.devices) for row in result.rows]
-    alone, both = ("cpu:0",), ("cpu:0", "cpu:1")
+    alone, both = handmade.ALONE, handmade.BOTH
     assert found == [("ssd", both), ("ar", alone), ("sd", alone), ("ar", both), ("sd", both)]
     plan = result.rows[0]
     assert None not in (plan.speedup_vs_ar, plan.speedup_vs_sd, plan.speedup_vs_ar_equal_devices, plan.speedup_vs_sd_equal_devices)
@@ -89,7 +88,7 @@ def test_configurations_take_turns_in_an_order_that_rotates(pair, monkeypatch):
     monkeypatch.setattr(
         Engine, "generate", lambda self, prompt, params: seen.append((prompt, self.plan.mode)) or original(self, prompt, params)
     )
-    plan = handmade.plan(pair, handmade.SD, (handmade.AR,))
+    plan = handmade.plan(pair, handmade.sd(), (handmade.AR,))
     bench(plan, prompts=["a", "b"], output_tokens=2, warmup=0)
     assert seen == [("a", "sd"), ("a", "ar"), ("b", "ar"), ("b", "sd")]
 
@@ -98,7 +97,7 @@ def test_warm_up_runs_do_not_count(pair, monkeypatch):
     seen = []
     original = Engine.generate
     monkeypatch.setattr(Engine, "generate", lambda self, prompt, params: seen.append(prompt) or original(self, prompt, params))
-    found = bench(handmade.plan(pair, handmade.SD, (handmade.AR,)), prompts=["a"], output_tokens=2, warmup=2)
+    found = bench(handmade.plan(pair, handmade.sd(), (handmade.AR,)), prompts=["a"], output_tokens=2, warmup=2)
     assert len(seen) == 2 * 2 + 2
     assert found.serving.successful_requests == 1
 
@@ -138,14 +137,21 @@ def test_ratios_are_medians_of_ratios_prompt_by_prompt():
 
 
 def test_the_rival_is_the_fastest_sd_on_those_devices_and_no_other():
-    slow, fast, both = (
-        Configuration(mode="sd", num_speculative_tokens=K, placement=place)
-        for K, place in ((1, handmade.TOGETHER), (2, handmade.TOGETHER), (2, handmade.BOTH))
-    )
+    slow, fast, both = handmade.sd(1), handmade.sd(2), handmade.sd(2, handmade.BOTH)
     found = summary({handmade.SSD: [run(40)], slow: [run(10)], fast: [run(20)], both: [run(80)]})
     assert found.rows[0].speedup_vs_sd == pytest.approx(2)
     assert found.rows[0].speedup_vs_sd_equal_devices == pytest.approx(0.5)
     assert found.rows[0].speedup_vs_ar is None
+
+
+def test_with_equal_devices_a_rival_may_leave_some_idle_where_that_is_faster():
+    both = handmade.AR_BOTH
+    elsewhere = both.model_copy(update={"placement": Placement(target=("cpu:8", "cpu:9"))})
+    columns = {handmade.SSD: [run(40)], handmade.AR: [run(20)], both: [run(10)], elsewhere: [run(80)]}
+    ssd, ar, both_row, _ = summary(columns).rows
+    assert ssd.speedup_vs_ar_equal_devices == pytest.approx(2)
+    assert ar.speedup_vs_ar_equal_devices == pytest.approx(1)
+    assert (both_row.speedup_vs_ar, both_row.speedup_vs_ar_equal_devices) == (pytest.approx(1), pytest.approx(0.5))
 
 
 def test_outputs_that_differ_are_counted_and_named():
@@ -164,19 +170,17 @@ def test_percentiles_are_interpolated():
 
 
 def test_the_best_of_each_mode_and_placement_runs_once(pair):
-    def sd(K: int, speed: float, place: Placement = handmade.TOGETHER) -> Configuration:
-        return Configuration(mode="sd", num_speculative_tokens=K, placement=place, predicted=predicted(speed))
-
-    alternatives = (sd(1, 5), sd(2, 9), sd(3, 7), sd(4, 1, handmade.BOTH), handmade.AR)
-    found = candidates(handmade.plan(pair, handmade.SSD, alternatives))
+    speeds = {(1, handmade.ALONE): 5, (2, handmade.ALONE): 9, (3, handmade.ALONE): 7, (4, handmade.BOTH): 1}
+    alternatives = tuple(handmade.sd(*key, predicted=predicted(speed)) for key, speed in speeds.items())
+    found = candidates(handmade.plan(pair, handmade.SSD, (*alternatives, handmade.AR)))
     assert [(c.mode, c.num_speculative_tokens) for c in found] == [("ssd", 3), ("sd", 2), ("sd", 4), ("ar", 0), ("ar", 0)]
-    assert found[-1].placement.target == ("cpu:0", "cpu:1")
+    assert found[-1].placement.target == handmade.BOTH
 
 
 def test_accelerators_are_not_joined_for_one_model():
     place = Placement(target=("cuda:0",), draft=("cuda:1",))
     hardware = handmade.HERE.model_copy(
-        update={"devices": tuple(device.model_copy(update={"id": f"cuda:{i}"}) for i, device in enumerate(handmade.CORES))}
+        update={"devices": tuple(device.model_copy(update={"id": f"cuda:{i}"}) for i, device in enumerate(handmade.HERE.devices))}
     )
     plan = handmade.plan(("t", "d")).model_copy(update={"placement": place, "hardware": hardware})
     assert all(len(c.placement.target) == 1 for c in candidates(plan))
@@ -203,14 +207,13 @@ def test_slow_speculation_is_said_plainly_and_first():
 
 
 def test_losing_on_equal_devices_alone_is_said_too():
-    both = Configuration(mode="ar", placement=Placement(target=("cpu:0", "cpu:1")))
-    said = verdict(summary({handmade.SSD: [run(20)], handmade.AR: [run(10)], both: [run(40)]}))
+    said = verdict(summary({handmade.SSD: [run(20)], handmade.AR: [run(10)], handmade.AR_BOTH: [run(40)]}))
     assert said.startswith("Speculation is slower than AR here: 0.50 times the speed of AR on the same devices.")
 
 
 def test_what_could_not_run_is_named_with_the_reason():
-    found = summary({handmade.SSD: [run(5)]}, [Skipped(configuration=handmade.SD, reason="it rains")])
-    assert "Left out: SD K=3 on cpu:0: it rains" in text(report(found))
+    found = summary({handmade.SSD: [run(5)]}, [Skipped(configuration=handmade.sd(), reason="it rains")])
+    assert "Left out: SD K=3 on cpu:" in text(report(found))
 
 
 TITLES = """Serving Benchmark Result

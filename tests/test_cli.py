@@ -8,19 +8,18 @@ import subprocess
 import sys
 import time
 
-import handmade
 import pytest
-import tiny
 
 from ssd.cli import run
 from ssd.specs import Plan
+from tests import handmade
 
 TYPED = ["--mode", "ssd", "--num-speculative-tokens", "3", "--fan-out", "1,1,1,2"]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return tiny.make_pair(tmp_path_factory.mktemp("pair"), noise=0.1)
+def pair(tiny_pair):
+    return tiny_pair
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def common(pair, machine):
 @pytest.fixture(scope="module")
 def saved(pair, tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    handmade.plan(pair, handmade.SSD, (handmade.AR, handmade.SD)).save(path)
+    handmade.plan(pair, handmade.SSD, (handmade.AR, handmade.sd())).save(path)
     return str(path)
 
 
@@ -99,7 +98,7 @@ def test_a_plan_typed_by_hand_can_be_saved_and_used_again(common, tmp_path, caps
     assert run(["generate", "a", *common, *TYPED, "--output-tokens", "2", "--save", str(path)]) == 0
     plan = Plan.load(path)
     assert (plan.num_speculative_tokens, plan.fan_out_hit, plan.fan_out_miss) == (3, (1, 1, 1, 2), (1, 1, 1, 2))
-    assert (plan.placement.target, plan.placement.draft) == (("cpu:0",), ("cpu:1",))
+    assert (plan.placement.target, plan.placement.draft) == (handmade.ALONE, handmade.BOTH[1:])
     assert run(["generate", "a", "--plan", str(path)]) == 0
 
 

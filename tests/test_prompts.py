@@ -4,9 +4,9 @@ import ast
 import sys
 
 import pytest
-import tiny
 
 from ssd.prompts import prompts
+from tests import tiny
 
 
 def test_code_prompts_are_the_humaneval_ones_where_installed():

@@ -32,9 +32,11 @@ class BenchRow(Spec):
     time_to_first_token: float = Field(ge=0, description="median over prompts, seconds")
     speedup_vs_ar: float | None = Field(description="against AR on the target's devices, median over prompts (ratio)")
     speedup_vs_sd: float | None = Field(description="against the fastest SD on the target's devices, median over prompts (ratio)")
-    speedup_vs_ar_equal_devices: float | None = Field(description="against AR on every device used, median over prompts (ratio)")
+    speedup_vs_ar_equal_devices: float | None = Field(
+        description="against the fastest AR within the devices used, median over prompts (ratio)"
+    )
     speedup_vs_sd_equal_devices: float | None = Field(
-        description="against the fastest SD on every device used, median over prompts (ratio)"
+        description="against the fastest SD within the devices used, median over prompts (ratio)"
     )
     hit_rate: float | None = Field(description="rounds whose outcome was cached, none without a cache (ratio)")
     draft_acceptance_rate: float | None = Field(description="accepted over drafted tokens (ratio)")

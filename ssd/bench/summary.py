@@ -44,8 +44,8 @@ def _row(configuration: Configuration, runs: Runs) -> BenchRow:
         time_to_first_token=statistics.median(run.metrics.time_to_first_token or 0.0 for run in ours),
         speedup_vs_ar=_speedup(ours, _rival("ar", alone, runs)),
         speedup_vs_sd=_speedup(ours, _rival("sd", alone, runs)),
-        speedup_vs_ar_equal_devices=_speedup(ours, _rival("ar", used, runs)),
-        speedup_vs_sd_equal_devices=_speedup(ours, _rival("sd", used, runs)),
+        speedup_vs_ar_equal_devices=_speedup(ours, _rival("ar", used, runs, within=True)),
+        speedup_vs_sd_equal_devices=_speedup(ours, _rival("sd", used, runs, within=True)),
         hit_rate=totals.hit_rate,
         draft_acceptance_rate=totals.draft_acceptance_rate,
         mean_acceptance_length=totals.mean_acceptance_length,
@@ -55,9 +55,13 @@ def _row(configuration: Configuration, runs: Runs) -> BenchRow:
     )
 
 
-def _rival(mode: str, devices: set[str], runs: Runs) -> list[Run] | None:
-    """Return the runs of the fastest configuration of a mode on exactly these devices."""
-    found = [column for configuration, column in runs.items() if configuration.mode == mode and _used(configuration) == devices]
+def _rival(mode: str, devices: set[str], runs: Runs, *, within: bool = False) -> list[Run] | None:
+    """Return the runs of the fastest configuration of a mode on exactly these devices, or within them: it may leave some idle."""
+    found = [
+        column
+        for configuration, column in runs.items()
+        if configuration.mode == mode and (_used(configuration) <= devices if within else _used(configuration) == devices)
+    ]
     return max(found, key=median_speed, default=None)
 
 
