@@ -75,8 +75,7 @@ class Draft(Device):
             fan_out = shortened(self.scenario.fan_out_hit if hit else self.scenario.fan_out_miss, drafted)
             start = self.env.now
             # The last token must be fed first: the candidates after it are not known before.
-            steps = [1] * catch_up + [sum(fan_out)] * self.scenario.num_speculative_tokens
-            done = yield from self._until(pending, steps)
+            done = yield from self._until(pending, fan_out, catch_up)
             self.cache = Cache(fan_out, max(0, done - catch_up))
             self.log("build", start, number)
         start = self.env.now
@@ -84,20 +83,30 @@ class Draft(Device):
         self.log("idle", start, number)
         return message
 
-    def _until(self, pending: simpy.Event, steps: list[int]) -> Generator[simpy.Event, Any, int]:
-        """Run forwards of so many branches until a message is pending; return how many were completed."""
+    def _until(self, pending: simpy.Event, fan_out: tuple[int, ...], catch_up: bool) -> Generator[simpy.Event, Any, int]:
+        """Run the catch-up step and those of all branches until a message is pending; return how many were completed."""
+        steps = [1] * catch_up + [sum(fan_out)] * self.scenario.num_speculative_tokens
         for done, branches in enumerate(steps):
-            if pending.triggered or not (yield from self._interruptible(pending, self.forward_seconds(self.step(branches)))):
+            growing = fan_out if done >= catch_up else ()
+            if pending.triggered or not (yield from self._interruptible(pending, self.forward_seconds(self.step(branches)), growing)):
                 return done
         return len(steps)
 
-    def _interruptible(self, pending: simpy.Event, seconds: float) -> Generator[simpy.Event, Any, bool]:
-        """Run one forward; return whether it was completed rather than given up between two layers."""
+    def _interruptible(
+        self, pending: simpy.Event, seconds: float, growing: tuple[int, ...]
+    ) -> Generator[simpy.Event, Any, bool]:
+        """Run one forward, in which the branches of these fan-outs grow; return whether it was completed rather than given up."""
         start, forward = self.env.now, self.env.timeout(seconds)
         yield forward if self.scenario.interrupt == "step" else forward | pending
+        if not forward.processed and self.scenario.interrupt == "moot" and _grows(pending.value, growing):
+            yield forward
         if forward.processed or self.env.now >= start + seconds:
             return True
         layer = seconds / self.scenario.draft_layers
         begun = math.ceil((self.env.now - start) / layer)
         yield self.env.timeout(max(0.0, start + begun * layer - self.env.now))
         return begun >= self.scenario.draft_layers
+
+
+def _grows(message: object, growing: tuple[int, ...]) -> bool:
+    return bool(growing) and isinstance(message, Verdict) and message.rank <= growing[message.accepted]

@@ -6,7 +6,7 @@ from sim.latency import Latency
 from sim.outcomes import Outcomes
 from theory import check
 
-CHOICES = {"mode": ("ar", "sd", "ssd"), "backup": ("jit", "none"), "interrupt": ("step", "layer")}
+CHOICES = {"mode": ("ar", "sd", "ssd"), "backup": ("jit", "none"), "interrupt": ("step", "layer", "moot")}
 
 
 @dataclass(frozen=True, slots=True)

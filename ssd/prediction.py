@@ -18,9 +18,9 @@ from ssd.specs import Configuration, Mode, Prediction, Workload
 SIMULATED_TOKENS = 2000
 # Without chance, a few rounds tell all.
 SIMULATED_TOKENS_AR = 16
-# The engine finishes the step in which the branch that hit is growing, as "step" does; it gives others up between two layers, so a miss
-# is charged some part of a step too much. "layer" would give up hits as well, which are more.
-INTERRUPT = "step"
+# The engine's own rule. Looking between layers, it notices an outcome almost at once; how many layers there are hardly matters.
+INTERRUPT = "moot"
+DRAFT_LAYERS = 24
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def _scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, work
         fan_out_miss=configuration.fan_out_miss,
         backup=configuration.backup,
         interrupt=INTERRUPT,
+        draft_layers=DRAFT_LAYERS,
     )
 
 

@@ -51,7 +51,8 @@ class DraftRow:
 
     def commit(self, accepted: int, bonus: int) -> None:
         """Make outcome (accepted, bonus) the trunk by mask alone; a cached branch becomes the draft, and `hit` says whether there was one."""
-        column = self.cache.find(accepted, bonus) if self.cache is not None else None
+        # A branch without a token yet is no help: that is a miss.
+        column = self.cache.find(accepted, bonus) if self.cache is not None and self.cache.fed else None
         if self.draft is not None:
             fed = self.draft.slots[0, : self.draft.fed]
             self.trunk[fed[: accepted + 1]] = True

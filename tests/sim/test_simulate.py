@@ -176,6 +176,16 @@ def test_interruption_between_layers_gives_up_the_step_under_way():
     assert by_layer.rounds[1].wait_seconds == pytest.approx(2 / 3 + 3 * 4)
 
 
+def test_a_moot_step_is_given_up_and_one_that_grows_the_true_branch_is_finished():
+    slow = short(draft_step=Latency.constant(4.0), target_prefill_seconds=30.0, interrupt="moot", draft_layers=4)
+    hit, miss = (simulate(dataclasses.replace(slow, outcomes=always(K, rank))) for rank in (1, 100))
+    assert spans(hit, "draft", "build")[1] == (30, 42)
+    assert hit.rounds[1].wait_seconds == 2 + 2 * 4
+    # The prompt's round hits whatever the rank is later; the round after it does not, and its step ends with a layer, at 40.
+    assert miss.rounds[1].hit is False
+    assert spans(miss, "draft", "build")[1][1] == pytest.approx(40)
+
+
 def test_requests_run_one_after_another():
     result = simulate(short(outcomes=always(K, 1), num_requests=3))
     assert spans(result, "target", "prefill") == [(0, 20), (40, 60), (80, 100)]
