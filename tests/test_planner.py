@@ -54,6 +54,19 @@ def test_with_perfect_hits_a_draft_that_takes_time_is_hidden_by_ssd_and_not_by_s
     assert plan.predicted.speedup_vs_sd == pytest.approx((10 + 8) / 10, rel=0.05)
 
 
+def test_a_gain_of_a_quarter_of_a_percent_is_not_worth_a_second_device():
+    plan = planned(step=3e-6, step_more=0.0, verify_more=0.0, traces=((1,) * 500,))
+    assert speed(best(plan, "ssd")) > speed(plan)
+    assert plan.mode == "sd"
+
+
+def test_an_outcome_that_comes_while_its_branch_grows_waits_for_the_end_of_the_step():
+    plan = planned(mode="ssd", step=3e-3, step_more=0.0, verify_more=0.0, traces=((1,) * 500,))
+    K = plan.num_speculative_tokens
+    assert plan.predicted.build_seconds > 10e-3
+    assert plan.predicted.tokens_per_second == pytest.approx((K + 1) / max(10e-3, 3e-3 * (1 + K)), rel=0.04)
+
+
 def test_where_no_outcome_can_be_foreseen_the_plan_is_not_ssd():
     # Every text is misread everywhere, and the target's choice is none of the draft's candidates.
     plan = planned(traces=texts(0.0, hit=0.0))
