@@ -1,0 +1,39 @@
+"""Which configurations a benchmark compares: the plan, the best of each mode and placement, and the baselines that ratios need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ssd.specs import Configuration, Placement, Plan
+
+
+def candidates(plan: Plan) -> list[Configuration]:
+    """Return what to run, the plan first, each once; AR and SD on the target's devices and on all devices used are among them."""
+    ours = Configuration(**{name: getattr(plan, name) for name in Configuration.model_fields})
+    found: dict[object, Configuration] = {}
+    for configuration in [ours, *_by_speed(plan.alternatives), *_baselines(plan)]:
+        found.setdefault((configuration.mode, _place(configuration)), configuration)
+    return list(found.values())
+
+
+def _by_speed(alternatives: Iterable[Configuration]) -> list[Configuration]:
+    return sorted(alternatives, key=lambda c: -(c.predicted.tokens_per_second if c.predicted else 0.0))
+
+
+def _place(configuration: Configuration) -> object:
+    """Return what tells placements apart: an AR's draft devices do not matter."""
+    placement = configuration.placement
+    return (placement.target, () if configuration.mode == "ar" else placement.draft)
+
+
+def _baselines(plan: Plan) -> Iterator[Configuration]:
+    """Yield AR and SD with the plan's lookahead on the target's devices and on all, where no alternative takes their place."""
+    K = plan.num_speculative_tokens or 3
+    for devices in dict.fromkeys((plan.placement.target, plan.placement.devices)):
+        if len(devices) > 1 and not all(name.startswith("cpu:") for name in devices):
+            continue
+        known = [c for c in plan.alternatives if set(c.placement.devices) == set(devices)]
+        if not any(c.mode == "ar" for c in known):
+            yield Configuration(mode="ar", placement=Placement(target=devices))
+        if plan.models.draft is not None and not any(c.mode == "sd" for c in known):
+            yield Configuration(mode="sd", num_speculative_tokens=K, placement=Placement(target=devices, draft=devices))

@@ -1,0 +1,247 @@
+"""The command line: `ssd plan`, `ssd profile`, `ssd bench` and `ssd generate`. Answers go to stdout, all else to stderr.
+
+torch, transformers and the engine are imported inside commands, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ssd.asked import MEASURING, PLANNING, RUNNING, Asked, takes
+
+if TYPE_CHECKING:
+    from ssd.engine.engine import Health
+    from ssd.specs import Plan, RequestOutput
+
+app = typer.Typer(
+    name="ssd",
+    help="Speculative speculative decoding: plan it, run it, measure it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+SavePlan = Annotated[Path | None, typer.Option("--save", help="Write the plan as JSON to this file.")]
+Save = Annotated[Path | None, typer.Option("--save", help="Write the result as JSON to this file.")]
+
+
+@app.callback()
+def ssd(show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and leave.")] = False) -> None:
+    """Speculative speculative decoding: plan it, run it, measure it."""
+
+
+@app.command()
+@takes(*PLANNING)
+def plan(asked: Asked, save: Save = None, as_json: Json = False) -> None:
+    """Say whether and how speculation pays on given hardware."""
+    from ssd.options import plan_for
+
+    _refuse(asked.plan is not None and asked.output_tokens, "--output-tokens", "--plan settles it already: leave it out")
+    _refuse(asked.plan is not None and asked.prompt_set, "--prompt-set", "--plan settles it already: leave it out")
+    found = plan_for(asked)
+    if save is not None:
+        _write(save, found.model_dump_json(indent=2))
+    print(found.model_dump_json(indent=2) if as_json else found.explain())
+
+
+@app.command()
+@takes(*MEASURING)
+def profile(asked: Asked, save: Save = None, as_json: Json = False) -> None:
+    """Measure a pair on this machine.
+
+    Latency tables and acceptance as JSON, to --save or else to stdout.
+    """
+    from ssd.options import hardware_for, models_for, workload_for
+
+    hardware, models, workload = hardware_for(asked), models_for(asked), workload_for(asked)
+    _refuse(not hardware.is_local, f"--hardware={asked.hardware!r}", "is another machine: leave it out to measure this one")
+    from ssd.profiler import profile as measure
+
+    with _progress() as tell:
+        found = measure(hardware, models, workload, progress=tell)
+    text = found.model_dump_json(indent=2)
+    if save is not None:
+        _write(save, text)
+    if save is None or as_json:
+        print(text)
+        return
+    acceptance = f"acceptance {found.draft_acceptance_rate:.0%} ({found.acceptance_source})"
+    print(f"{len(found.forwards)} latency tables, {acceptance}, on {found.hardware}.")
+    print(f"Written to {save}; plan with --profile {save}.")
+
+
+@app.command()
+@takes(*RUNNING)
+def bench(
+    asked: Asked,
+    num_prompts: Annotated[int, typer.Option(help="Distinct prompts.")] = 8,
+    warmup: Annotated[int, typer.Option(help="Runs of each configuration before those that count.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON to this file.")] = None,
+    save: SavePlan = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the plan beside AR and SD.
+
+    The plan, its best rivals and the baselines decode the same prompts in turn.
+    """
+    from ssd.options import plan_to_run
+
+    found = _saved(plan_to_run(asked), save)
+    from ssd.bench import bench as measure
+    from ssd.models import inspect as inspect_models
+    from ssd.prompts import prompts
+
+    kind: Any = asked.prompt_set or found.workload.prompt_set
+    texts = prompts(kind, num_prompts, inspect_models(found.models).tokenizer)
+    tokens = found.workload.output_tokens if asked.output_tokens is None else asked.output_tokens
+    with _progress() as tell:
+        result = measure(found, prompts=texts, output_tokens=tokens, warmup=warmup, progress=tell)
+    if out is not None:
+        _write(out, result.model_dump_json(indent=2))
+    if as_json:
+        print(result.model_dump_json(indent=2))
+        return
+    from rich.console import Console
+
+    from ssd.bench.tables import report
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(report(result))
+
+
+@app.command()
+@takes(*RUNNING)
+def generate(
+    asked: Asked, prompt: Annotated[str, typer.Argument(help="Text to go on from.")], save: SavePlan = None, as_json: Json = False
+) -> None:
+    """Decode a prompt as planned.
+
+    The text goes to stdout as it comes, then one line of metrics to stderr.
+    """
+    from ssd.options import plan_to_run
+
+    found = _saved(plan_to_run(asked), save)
+    from ssd.engine.engine import Engine
+    from ssd.specs import SamplingParams
+
+    params = SamplingParams(max_tokens=found.workload.output_tokens if asked.output_tokens is None else asked.output_tokens)
+    with Engine.from_plan(found) as engine:
+        for chunk in engine.stream(prompt, params):
+            if not as_json:
+                print(chunk.text, end="", flush=True)
+        output, health = chunk.output, engine.health()
+    assert output is not None
+    if as_json:
+        print(json.dumps({"output": output.model_dump(mode="json"), "plan": found.model_dump(mode="json"), "draft": health.draft}))
+        return
+    print(flush=True)
+    print(metrics_line(output, found, health), file=sys.stderr)
+
+
+def metrics_line(output: RequestOutput, plan: Plan, health: Health) -> str:
+    """Return mode, speed beside what was predicted, hit rate with acceptance and length, and the health of the draft, on one line."""
+    m, predicted = output.metrics, plan.predicted
+    parts = [plan.mode, "no speed from one token" if m.time_per_output_token is None else f"{1 / m.time_per_output_token:.1f} tokens/s"]
+    if predicted is not None:
+        parts.append(f"predicted {predicted.tokens_per_second:.1f} tokens/s, {predicted.speedup_vs_ar:.2f}x AR")
+    elif plan.mode != "ar":
+        parts.append("speed against AR: see ssd bench")
+    if m.draft_acceptance_rate is not None and m.mean_acceptance_length is not None:
+        hits = "" if m.cache_hit_rate is None else f"hit rate {m.cache_hit_rate:.0%}, "
+        parts.append(f"{hits}acceptance {m.draft_acceptance_rate:.0%}, mean acceptance length {m.mean_acceptance_length:.2f}")
+    parts.append(f"draft {health.draft}" + (f" ({health.reason})" if health.reason else ""))
+    return "; ".join(parts)
+
+
+def _refuse(condition: object, option: str, remedy: str) -> None:
+    if condition:
+        raise ValueError(f"{option}: {remedy}")
+
+
+def _saved(plan: Plan, path: Path | None) -> Plan:
+    if path is not None:
+        _write(path, plan.model_dump_json(indent=2))
+    return plan
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be written ({error.strerror}): give another file") from error
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """Yield what shows progress on a terminal, and nothing elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        yield lambda what, share: status.update(f"{what} ({share:.0%})")
+
+
+def _quiet() -> None:
+    """Keep the libraries' progress bars and remarks away, here and in the draft's process, unless the user set them otherwise."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr, force=True)
+
+
+def _version() -> str:
+    try:
+        return version("ssd-decoding")
+    except PackageNotFoundError:
+        return "unknown (the package is not installed)"
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--version"]:
+        print(f"ssd {_version()}")
+        return 0
+    _quiet()
+    try:
+        return int(app(words, prog_name="ssd", standalone_mode=False) or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ValueError as error:
+        from ssd.options import explain
+
+        return _failed(explain(error), 2)
+    except Exception as error:
+        # Mistakes in the words themselves are typer's, or click's, exceptions, depending on its version.
+        if hasattr(error, "format_message"):
+            return _failed(error.format_message(), 2)
+        if isinstance(error, RuntimeError):
+            return _failed(str(error), 1)
+        raise
+
+
+def _failed(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

