@@ -4,7 +4,7 @@ import itertools
 import subprocess
 import sys
 import types
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -238,9 +238,9 @@ def test_the_same_inputs_give_the_same_plan():
 @pytest.mark.parametrize("hardware", [TWO, cores(16)])
 def test_planning_from_a_profile_is_quick(hardware):
     profile = synthetic(hardware, traces=texts(0.8))
-    start = perf_counter()
+    start = process_time()
     ssd.plan(hardware, PAIR, LONG, profile=profile)
-    assert perf_counter() - start < 3
+    assert process_time() - start < 3
 
 
 # The published set-ups, tokens a second (arXiv 2603.03251)
