@@ -46,7 +46,7 @@ class Search:
         for K in self.lookaheads:
             for after_hit, after_miss in dict.fromkeys(lists for budget in BUDGETS for lists in self.fan_outs(K, budget)):
                 for backup in BACKUPS:
-                    seconds = self._ssd_seconds(pace, K, after_hit, after_miss, backup)
+                    seconds = self.ssd_seconds_per_token(pace, K, after_hit, after_miss, backup)
                     yield (
                         seconds,
                         Configuration(
@@ -71,7 +71,7 @@ class Search:
     def _hit(self, K: int, fan_out: tuple[int, ...], after_hit: bool) -> float:
         return hit_probability(self.law(K), fan_out, self.curves(K, after_hit))
 
-    def _ssd_seconds(self, pace: Pace, K: int, after_hit: tuple[int, ...], after_miss: tuple[int, ...], backup: Backup) -> float:
+    def ssd_seconds_per_token(self, pace: Pace, K: int, after_hit: tuple[int, ...], after_miss: tuple[int, ...], backup: Backup) -> float:
         """Seconds a token of the two-state chain whose rounds last as the interrupted draft makes them."""
         drafted = K if backup == "jit" else 0
         waiting = pace.backup_seconds(drafted)

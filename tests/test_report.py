@@ -23,6 +23,7 @@ def test_an_ssd_plan_tells_choice_speed_in_both_senses_and_where_time_goes():
         f"one device more than the target's: {predicted.speedup_vs_ar:.2f} x AR, {predicted.speedup_vs_sd:.2f} x SD",
         "speed at equal devices, the others free to use all 2: "
         f"{predicted.speedup_vs_ar_equal_devices:.2f} x AR, {predicted.speedup_vs_sd_equal_devices:.2f} x SD",
+        f"hit rate {predicted.hit_rate:.0%} with acceptance {predicted.draft_acceptance_rate:.0%}",
         "T_v",
         "T_p",
         "T_b",
