@@ -117,7 +117,7 @@ def bench(
 
     from ssd.bench.tables import report
 
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(report(result))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 190).print(report(result))
 
 
 @app.command()

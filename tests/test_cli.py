@@ -208,6 +208,7 @@ def test_a_file_that_is_no_plan_is_named(tmp_path, capsys):
     line = error(capsys, "plan", "--plan", str(path))
     assert "Plan has no option 'mood': did you mean 'mode'?" in line
     assert "http" not in line
+    assert "Value error" not in line
 
 
 def test_a_result_that_cannot_be_written_is_a_mistake_too(saved, capsys):

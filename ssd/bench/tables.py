@@ -84,9 +84,9 @@ def table(result: BenchResult) -> Table:
     title = f"{result.models.target} with {result.models.draft} on {result.hardware}"
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("configuration", no_wrap=True)
-    shown.add_column("devices")
+    shown.add_column("devices", overflow="fold")
     for name in [*titles, "first token", "verify", "wait", "overlap"]:
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", overflow="fold")
     for place, row in enumerate(result.rows):
         shown.add_row(("* " if place == 0 else "  ") + label(row.configuration), _where(row.configuration), *_cells(row))
     return shown
