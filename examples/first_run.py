@@ -1,7 +1,7 @@
 """The whole way once, without a download: make a pair, plan for this machine, stream as planned, compare AR, SD and SSD.
 
-`python first_run.py [FOLDER]` keeps the pair of examples/tiny_pair.py in FOLDER (default: out/demo-pair). Its weights are random: the text is
-noise, the speeds are real.
+`python first_run.py [FOLDER]` keeps the pair of examples/tiny_pair.py in FOLDER (default: out/demo-pair). Its weights are random: the
+text is noise, the speeds are real.
 """
 
 import sys

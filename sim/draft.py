@@ -92,9 +92,7 @@ class Draft(Device):
                 return done
         return len(steps)
 
-    def _interruptible(
-        self, pending: simpy.Event, seconds: float, growing: tuple[int, ...]
-    ) -> Generator[simpy.Event, Any, bool]:
+    def _interruptible(self, pending: simpy.Event, seconds: float, growing: tuple[int, ...]) -> Generator[simpy.Event, Any, bool]:
         """Run one forward, in which the branches of these fan-outs grow; return whether it was completed rather than given up."""
         start, forward = self.env.now, self.env.timeout(seconds)
         yield forward if self.scenario.interrupt == "step" else forward | pending

@@ -50,7 +50,8 @@ def plan(asked: Asked, save: Save = None, as_json: Json = False) -> None:
 
     _refuse(asked.plan is not None and asked.output_tokens, "--output-tokens", "--plan settles it already: leave it out")
     _refuse(asked.plan is not None and asked.prompt_set, "--prompt-set", "--plan settles it already: leave it out")
-    found = plan_for(asked)
+    with _progress() as tell:
+        found = plan_for(asked, tell)
     if save is not None:
         _write(save, found.model_dump_json(indent=2))
     print(found.model_dump_json(indent=2) if as_json else found.explain())
@@ -98,7 +99,8 @@ def bench(
     """
     from ssd.options import plan_to_run
 
-    found = _saved(plan_to_run(asked), save)
+    with _progress() as tell:
+        found = _saved(plan_to_run(asked, tell), save)
     from ssd.bench import bench as measure
     from ssd.models import inspect as inspect_models
     from ssd.prompts import prompts
@@ -131,7 +133,8 @@ def generate(
     """
     from ssd.options import plan_to_run
 
-    found = _saved(plan_to_run(asked), save)
+    with _progress() as tell:
+        found = _saved(plan_to_run(asked, tell), save)
     from ssd.engine.engine import Engine
     from ssd.specs import SamplingParams
 
@@ -184,12 +187,13 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """Yield what shows progress on a terminal, and nothing elsewhere."""
+    """Yield what shows a bar on a terminal, and nothing elsewhere; the bar comes with the first news and leaves no trace."""
     from rich.console import Console
+    from rich.progress import Progress
 
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        yield lambda what, share: status.update(f"{what} ({share:.0%})")
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0, visible=False)
+        yield lambda what, share: bar.update(task, description=what, completed=share, visible=True)
 
 
 def _quiet() -> None:

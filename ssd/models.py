@@ -68,10 +68,14 @@ class Source:
             return sum(p.numel() for p in AutoModelForCausalLM.from_config(self.config).parameters())  # type: ignore[no-untyped-call]
 
     @property
+    def query_groups(self) -> int:
+        """Query heads for each key-value head."""
+        return int(self.config.num_attention_heads) // _kv_heads(self.config)
+
+    @property
     def kv_values_per_token(self) -> int:
         """Numbers kept in the key-value cache for one token."""
-        config = self.config
-        heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        config, heads = self.config, _kv_heads(self.config)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         return 2 * int(config.num_hidden_layers) * heads * width
 
@@ -95,6 +99,7 @@ class LoadedModel:
     dtype: torch.dtype
     vocab_size: int
     max_positions: int
+    query_groups: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,10 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
     max_model_len: int
+
+
+def _kv_heads(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def locate(option: str, name: str) -> Source:
@@ -130,7 +139,11 @@ def _config(option: str, name: str, folder: str, gguf_file: str | None) -> PreTr
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **extra)
     except (OSError, ValueError, KeyError) as error:
         local = Path(folder).is_dir()
-        remedy = "it needs a config.json of a transformers model" if local else "check the name and the network, or give a local folder or .gguf file"
+        remedy = (
+            "it needs a config.json of a transformers model"
+            if local
+            else "check the name and the network, or give a local folder or .gguf file"
+        )
         raise ValueError(f"{option}={name!r} cannot be read: {remedy} ({str(error).splitlines()[0]})") from error
     return config
 
@@ -142,7 +155,8 @@ def check_architecture(option: str, source: Source, max_model_len: int) -> None:
         raise ValueError(f"{option}={source.name!r} is an encoder-decoder ({kind}): give a decoder-only language model")
     if kind not in ARCHITECTURES:
         raise ValueError(
-            f"{option}={source.name!r} has architecture {kind!r}, whose cache is not known to roll back exactly: supported are {', '.join(ARCHITECTURES)}"
+            f"{option}={source.name!r} has architecture {kind!r}, whose cache is not known to roll back exactly: "
+            f"supported are {', '.join(ARCHITECTURES)}"
         )
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
@@ -246,4 +260,4 @@ def load(source: Source, device: torch.device, dtype: torch.dtype) -> LoadedMode
     ).eval()  # type: ignore[no-untyped-call]
     if device.type == "cpu" and dtype == torch.float32:
         fp32_compute_from_bf16(module)
-    return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions)
+    return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions, source.query_groups)

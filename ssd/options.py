@@ -12,7 +12,9 @@ from ssd.asked import Asked
 from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Spec, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    Progress = Callable[[str, float], None]
 
 S = TypeVar("S", bound=Spec)
 
@@ -21,8 +23,11 @@ S = TypeVar("S", bound=Spec)
 FREE_WITH_PLAN = ("plan", "output_tokens", "prompt_set")
 
 
-def plan_for(asked: Asked) -> Plan:
-    """Return the saved plan, the configuration typed by hand, or what the planner says; ValueError where options contradict each other."""
+def plan_for(asked: Asked, tell: Progress | None = None) -> Plan:
+    """Return the saved plan, the configuration typed by hand, or what the planner says; ValueError where options contradict each other.
+
+    tell hears how a profile of this machine, where one is needed, comes along.
+    """
     if asked.plan is not None:
         _refuse_beside("plan", asked)
         return read(Plan, "plan", asked.plan)
@@ -30,18 +35,28 @@ def plan_for(asked: Asked) -> Plan:
     mode: Mode | None = _choice("mode", asked.mode, Mode)
     if asked.num_speculative_tokens is not None or asked.fan_out is not None:
         return _typed(asked, machine, pair, load)
-    from ssd.planner import plan
+    from ssd.planner import check, plan
 
-    measured = read(Profile, "profile", asked.profile) if asked.profile is not None else None
     objective: Objective = _choice("objective", asked.objective, Objective) or "latency"
-    return plan(machine, pair, workload=load, objective=objective, profile=measured, mode=mode)
+    check(machine, pair, objective, mode)
+    return plan(machine, pair, workload=load, objective=objective, profile=_profile_for(asked, machine, pair, load, tell), mode=mode)
 
 
-def plan_to_run(asked: Asked) -> Plan:
+def _profile_for(asked: Asked, machine: Hardware, pair: Models, load: Workload, tell: Progress | None) -> Profile | None:
+    if asked.profile is not None:
+        return read(Profile, "profile", asked.profile)
+    if not machine.is_local:
+        return None
+    from ssd.profiler import profile
+
+    return profile(machine, pair, load, progress=tell)
+
+
+def plan_to_run(asked: Asked, tell: Progress | None = None) -> Plan:
     """Return the plan, refusing one for another machine."""
     if asked.plan is None and asked.hardware not in (None, "local") and not str(asked.hardware).endswith(".json"):
         raise ValueError(f"--hardware={asked.hardware!r} is another machine: leave it out to run here, or ask `ssd plan` about it")
-    found = plan_for(asked)
+    found = plan_for(asked, tell)
     if not found.hardware.is_local:
         raise ValueError(f"the plan is for hardware {found.hardware.name!r}, not for this machine: plan again with --hardware local")
     return found

@@ -36,7 +36,7 @@ def plan(
     with the remedy, for what cannot be planned.
     """
     workload = workload or Workload()
-    _check(hardware, models, objective, mode)
+    check(hardware, models, objective, mode)
     profile = profile or _profile(hardware, models, workload)
     _check_profile(profile, hardware, models, workload)
     paces = _paces(profile, hardware, models)
@@ -51,7 +51,8 @@ def plan(
     return Plan(**fields, hardware=hardware, models=models, workload=workload, objective=objective, alternatives=rest, profile=profile)
 
 
-def _check(hardware: Hardware, models: Models, objective: str, mode: str | None) -> None:
+def check(hardware: Hardware, models: Models, objective: str, mode: str | None) -> None:
+    """Refuse, with the remedy, what could not be planned whatever a profile said."""
     if objective not in get_args(Objective):
         raise ValueError(f"objective={objective!r} is unknown: use one of {', '.join(get_args(Objective))}")
     if mode is not None and mode not in get_args(Mode):

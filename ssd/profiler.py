@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 VERIFY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 BRANCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 REPEATS = 5
-PROMPTS = 4
+PROMPTS = 6
 TRACE_TOKENS = 64
 TEXT_LOOKAHEAD = 3
 # The draft's work beside which the target's contended forwards are timed, and the other way round.
@@ -35,7 +35,12 @@ Progress = Callable[[str, float], None]
 
 
 def profile(
-    hardware: Hardware, models: Models, workload: Workload | None = None, *, prompts: Sequence[str] | None = None, progress: Progress | None = None
+    hardware: Hardware,
+    models: Models,
+    workload: Workload | None = None,
+    *,
+    prompts: Sequence[str] | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
     """Measure `models` on `hardware`, which must be this machine, in a minute or two for models of a billion weights.
 
@@ -53,14 +58,11 @@ def profile(
 
 
 def _first_plan(hardware: Hardware, models: Models, places: Sequence[Placement]) -> Plan:
-    place = places[0]
+    # The last placement is the whole machine: text comes fastest there, and acceptance does not depend on where.
+    place = places[-1]
     if models.draft is None:
         return Plan(mode="ar", placement=place, hardware=hardware, models=models)
-    return Plan(mode="sd", num_speculative_tokens=TEXT_LOOKAHEAD, placement=_shared(place), hardware=hardware, models=models)
-
-
-def _shared(place: Placement) -> Placement:
-    return Placement(target=place.target, draft=place.target)
+    return Plan(mode="sd", num_speculative_tokens=TEXT_LOOKAHEAD, placement=place, hardware=hardware, models=models)
 
 
 class _Profiler:
@@ -128,6 +130,9 @@ class _Profiler:
         if place.draft:
             draft = [self._draft(place, tokens, alone) for tokens in BRANCHES]
             yield _table("draft", place.draft, BRANCHES, draft, not alone)
+            if not alone:
+                # After a miss it drafts one branch while the target waits.
+                yield _table("draft", place.draft, (1,), [self._draft(place, 1, True)], False)
 
     def _target(self, place: Placement, tokens: int, alone: bool) -> list[float]:
         with pinned(place.target), self._busy_draft(alone):

@@ -29,7 +29,8 @@ def describe(configuration: Configuration) -> str:
     if configuration.mode != "ar":
         parts.append(f"K={configuration.num_speculative_tokens}")
     if configuration.mode == "ssd":
-        parts.append(f"{sum(configuration.fan_out_hit)} cached outcomes, backup {configuration.backup}")
+        outcomes = sum(configuration.fan_out_hit)
+        parts.append(f"{outcomes} cached outcome{'s' * (outcomes != 1)}, backup {configuration.backup}")
     return ", ".join([*parts, _where(configuration.placement)])
 
 

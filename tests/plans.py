@@ -22,7 +22,7 @@ def hand_typed(target: str, draft: str | None, **changes) -> Plan:
         "num_speculative_tokens": 3,
         "fan_out_hit": (1, 1, 1, 2),
         "fan_out_miss": (1, 1, 1, 2),
-        "placement": Placement(target=CORES[:1], draft=CORES[1:]),
+        "placement": Placement(target=CORES[:1], draft=CORES[1:] or ("cpu:9999",)),
         "hardware": two_cores(),
         "models": Models(target=target, draft=draft),
     }

@@ -8,13 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.plans import hand_typed, two_cores
 
 from ssd import specs
-from ssd.specs import Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Spec, Workload, check_fan_out
+from ssd.specs import (
+    Configuration,
+    ForwardLatency,
+    Hardware,
+    Models,
+    Placement,
+    Plan,
+    Profile,
+    SamplingParams,
+    Spec,
+    Workload,
+    check_fan_out,
+)
+from tests.plans import hand_typed, two_cores
 
 KINDS = [kind for kind in vars(specs).values() if isinstance(kind, type) and issubclass(kind, Spec) and kind is not Spec]
-UNIT = re.compile(r"second|bytes|FLOP|dollars|\((ratio|count|counts|tokens|token ids|rank|list|yes or no|no unit)|tokens|units in its own fields|list of devices")
+UNIT = re.compile(
+    r"second|bytes|FLOP|dollars|\((ratio|count|counts|tokens|token ids|rank|list|yes or no|no unit)|tokens|units in its own fields|list of devices"
+)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -41,7 +55,16 @@ def examples() -> list[Spec]:
         link_seconds=0.0,
         overhead_seconds=0.001,
     )
-    return [plan, plan.model_copy(update={"profile": profile}), profile, two_cores(), Models(target="a"), Workload(), SamplingParams(), table]
+    return [
+        plan,
+        plan.model_copy(update={"profile": profile}),
+        profile,
+        two_cores(),
+        Models(target="a"),
+        Workload(),
+        SamplingParams(),
+        table,
+    ]
 
 
 @pytest.mark.parametrize("value", examples(), ids=lambda value: type(value).__name__)
@@ -85,7 +108,9 @@ def test_a_fan_out_is_k_plus_one_counts_with_one_above_zero(K, fan_out):
 
 def test_another_configuration_in_a_plan_keeps_what_the_plan_is_for():
     plan = hand_typed("a", "b")
-    other = Configuration(mode="sd", num_speculative_tokens=5, placement=Placement(target=plan.placement.target, draft=plan.placement.target))
+    other = Configuration(
+        mode="sd", num_speculative_tokens=5, placement=Placement(target=plan.placement.target, draft=plan.placement.target)
+    )
     changed = plan.with_configuration(other)
     assert (changed.mode, changed.num_speculative_tokens, changed.fan_out_hit) == ("sd", 5, ())
     assert (changed.hardware, changed.models, changed.workload) == (plan.hardware, plan.models, plan.workload)

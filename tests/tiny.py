@@ -26,7 +26,15 @@ SHAPE = {
 }
 GROUPED = {**SHAPE, "intermediate_size": 48, "num_key_value_heads": 2}
 EXTRA = {
-    "gpt2": {"vocab_size": SHAPE["vocab_size"], "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": {
+        "vocab_size": SHAPE["vocab_size"],
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": CONTEXT,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     "gpt_neox": {**SHAPE, "intermediate_size": 48, "rotary_pct": 0.5},
     "qwen3": {**GROUPED, "head_dim": 16},
     "qwen3_moe": {**GROUPED, "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},

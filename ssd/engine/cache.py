@@ -13,9 +13,9 @@ from ssd.engine.kv import Abort
 
 
 class Branches:
-    """Continuations of one row that grow together, one token a step; column b starts with a root token that follows `accepted[b]` draft tokens.
+    """Continuations of one row that grow together, one token a step; the root of column b follows `accepted[b]` draft tokens.
 
-    roots `[B]` (on the model's device), positions `[B]` of the roots, slots `[B, steps]` for what is fed, visible `[B, slots]` before the root.
+    roots `[B]` (on the model's device), positions `[B]` of the roots, slots `[B, steps]` for what is fed, visible `[B, slots]` before it.
     Once fed, `tokens[i]` and `logits[i]` are `[B]` and `[B, vocabulary]`: the token fed at step i, and what the model says after it.
     """
 

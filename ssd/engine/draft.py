@@ -50,7 +50,7 @@ class DraftRow:
         self.speculates = True
 
     def commit(self, accepted: int, bonus: int) -> None:
-        """Make outcome (accepted, bonus) the trunk by mask alone; a cached branch becomes the draft, and `hit` says whether there was one."""
+        """Make outcome (accepted, bonus) the trunk by mask alone; a cached branch becomes the draft; `hit` says whether there was one."""
         # A branch without a token yet is no help: that is a miss.
         column = self.cache.find(accepted, bonus) if self.cache is not None and self.cache.fed else None
         if self.draft is not None:

@@ -128,7 +128,7 @@ class Engine:
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
-        """Decode one prompt and yield what each round adds; the last chunk carries the whole output. Closing the iterator ends the request."""
+        """Decode one prompt and yield what each round adds; the last chunk carries the whole output. Closing it ends the request."""
         text, request = self._request(prompt, params, 0)
         return self._stream(text, request)
 

@@ -31,6 +31,7 @@ class SlotModel:
     def __init__(self, model: LoadedModel, rows: int, slots: int) -> None:
         self.model, self.device, self.dtype, self.vocab_size = model.module, model.device, model.dtype, model.vocab_size
         self.cache = SlotCache(rows, slots)
+        self.groups = model.query_groups
 
     @property
     def slots(self) -> int:
@@ -78,4 +79,4 @@ class SlotModel:
     def _additive(self, visible: np.ndarray) -> torch.Tensor:
         seen = self._upload(np.ascontiguousarray(visible))[:, None]
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)
+        return mask.masked_fill_(~seen, torch.finfo(self.dtype).min).repeat(1, 1, self.groups, 1)

@@ -17,7 +17,7 @@ ATTENTION = "ssd_slots"
 Abort = Callable[[], bool]
 
 
-class Aborted(Exception):
+class Aborted(Exception):  # noqa: N818 - an event, not an error
     """The forward was given up between two layers because its result no longer matters."""
 
 
@@ -34,7 +34,7 @@ class SlotCache(Cache):
         self._abort: Abort | None = None
 
     def place(self, slots: torch.Tensor, limit: int, abort: Abort | None = None) -> None:
-        """Let the next forward write query `[row, i]` into `slots[row, i]` and read the first `limit` slots; `abort` is asked at each layer."""
+        """Let the next forward write query `[row, i]` into `slots[row, i]`, read the first `limit` slots and ask `abort` at each layer."""
         self._places, self._limit, self._abort = slots[:, None, :, None], limit, abort
 
     def update(
@@ -96,14 +96,12 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend with the query heads of a group folded into query rows, so that grouped keys and values are never repeated.
 
-    `attention_mask` is additive, `[rows, 1, queries, keys]`; queries `[rows, heads, queries, head_dim]`.
+    `attention_mask` is additive and folded likewise, `[rows, 1, groups x queries, keys]`; queries `[rows, heads, queries, head_dim]`.
     """
     rows, heads, queries, width = query.shape
     kv_heads = key.shape[1]
-    groups = heads // kv_heads
-    folded = query.reshape(rows, kv_heads, groups * queries, width)
-    mask = attention_mask if groups == 1 else attention_mask.repeat(1, 1, groups, 1)
-    out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    folded = query.reshape(rows, kv_heads, heads // kv_heads * queries, width)
+    out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(rows, heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 

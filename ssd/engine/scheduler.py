@@ -40,6 +40,7 @@ class Request:
     started: float = 0.0
     first_token: float = 0.0
     ended: float = 0.0
+    told: float = 0.0
 
     def remaining(self) -> int:
         """Tokens that may still follow, by max_tokens and by the context limit."""
@@ -107,7 +108,7 @@ class DraftPeer:
     def _await(self, kind: type[T], wanted: Callable[[T], bool] = lambda _: True, deadline: float | None = None) -> T:
         """Return the next `kind` that is wanted, passing over drafts that a cancelled request left behind."""
         while True:
-            message: object = self.link.expect(kind, Draft, deadline=deadline or self.deadline)  # type: ignore[arg-type]
+            message: object = self.link.expect(kind, Draft, deadline=deadline or self.deadline)
             if isinstance(message, kind) and wanted(message):
                 return message
 
@@ -152,24 +153,30 @@ class Scheduler:
 
     def _round(self, request: Request, peer: DraftPeer | None, row: int) -> tuple[int, ...]:
         index = len(request.rounds) + 1
-        begin = monotonic()
-        draft = Draft(request.request_id, index - 1, (), None, False)
-        if peer is not None:
-            with self._span("wait", request, index):
-                draft = peer.draft(request.request_id, index - 1)
+        draft = self._next_draft(request, peer, index)
         asked = monotonic()
         tokens = draft.tokens[: request.remaining() - 1]
         with self._span("verify", request, index):
             outcome = self.target.verify([tokens if r == row else None for r in range(len(self.target.rows))])[row]
         verified = monotonic()
         accepted, bonus = outcome  # type: ignore[misc]
+        wait = asked - request.told if peer is not None else 0.0
         kept = self._settle(request, peer, index, accepted, [*tokens[:accepted], bonus])
-        self._record(request, draft, len(tokens), accepted, len(kept), verified - asked, asked - begin)
+        self._record(request, draft, len(tokens), accepted, len(kept), verified - asked, wait)
         return kept
+
+    def _next_draft(self, request: Request, peer: DraftPeer | None, index: int) -> Draft:
+        """Wait for the draft of round `index`, counting from the outcome's leaving: on a shared core the draft works from then on."""
+        if peer is None:
+            return Draft(request.request_id, index - 1, (), None, False)
+        draft = peer.draft(request.request_id, index - 1)
+        self.spans.append(Span("target", "wait", request.told, monotonic(), index, request.request_id))
+        return draft
 
     def _settle(self, request: Request, peer: DraftPeer | None, index: int, accepted: int, tokens: list[int]) -> tuple[int, ...]:
         """Commit `tokens` and let the draft know before anything else is done with them."""
         kept = request.commit(tokens)
+        request.told = monotonic()
         if peer is not None and request.finish_reason is None:
             peer.tell(Outcome(request.request_id, index, accepted, tokens[-1]))
         return kept

@@ -9,7 +9,6 @@ from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import torch
-from tests.tiny import EXTRA, GROUPED, vary
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.engine.draft import Drafter
@@ -20,6 +19,7 @@ from ssd.engine.scheduler import DraftPeer, Request, Scheduler
 from ssd.engine.target import Target, slots_needed
 from ssd.models import LoadedModel
 from ssd.specs import Placement, SamplingParams
+from tests.tiny import EXTRA, GROUPED, vary
 
 NOWHERE = Placement(target=("meta:0",), draft=("meta:0",))
 NEAR_TIE = 1e-3
@@ -50,7 +50,8 @@ def loaded(model: PreTrainedModel) -> LoadedModel:
     """Wrap a model for the engine, on key-value slots."""
     model.set_attn_implementation(ATTENTION)
     config = model.config
-    return LoadedModel(model, torch.device("cpu"), torch.float32, config.vocab_size, config.max_position_embeddings)
+    groups = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    return LoadedModel(model, torch.device("cpu"), torch.float32, config.vocab_size, config.max_position_embeddings, groups)
 
 
 def setup(K: int, fan_out_hit: tuple[int, ...] = (), fan_out_miss: tuple[int, ...] = (), backup: str = "jit") -> Setup:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.plans import CORES, hand_typed, two_cores
-from tests.tiny import VOCAB, make_pair, tokenizer
 from transformers import AutoConfig
 
 import ssd
 from ssd.specs import Configuration, Hardware, Models, Placement, Plan, SamplingParams, Workload
+from tests.plans import CORES, hand_typed, two_cores
+from tests.tiny import VOCAB, make_pair, tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,11 @@ def test_a_draft_with_another_vocabulary_is_refused_and_the_first_difference_nam
         ("t5", {}, r"encoder-decoder \(t5\): give a decoder-only"),
         ("mamba", {}, r"architecture 'mamba', whose cache is not known to roll back"),
         ("mistral", {"sliding_window": 64, "max_position_embeddings": 512}, r"last 64 tokens only: set max_model_len to 64 or less"),
-        ("qwen2", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}, r"linear_attention, which cannot be rolled back"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2},
+            r"linear_attention, which cannot be rolled back",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_rolled_back_is_refused(tiny_pair, tmp_path, model_type, settings, message):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.engine.inprocess import differs, noisy, pair, reference, setup, tiny_model
 
 from ssd.models import ARCHITECTURES
+from tests.engine.inprocess import differs, noisy, pair, reference, setup, tiny_model
 
 QUICK = ("llama", "qwen2", "qwen3", "gpt2")
 CONTEXT = 96

@@ -10,12 +10,12 @@ import textwrap
 import time
 
 import pytest
-from tests.engine.inprocess import reference
-from tests.plans import CORES
 from transformers import AutoModelForCausalLM
 
 import ssd
 from ssd.specs import Configuration, Placement, SamplingParams
+from tests.engine.inprocess import reference
+from tests.plans import CORES
 
 PROMPT = "hello, world"
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -104,7 +104,9 @@ def test_a_lying_draft_is_lost_and_the_request_is_right(plan_for, expected, monk
 
     def lying(self, deadline=None):
         message = honest(self, deadline)
-        return Draft(message.request, message.round + 7, ("x",), None, False) if isinstance(message, Draft) and message.round == 3 else message
+        return (
+            Draft(message.request, message.round + 7, ("x",), None, False) if isinstance(message, Draft) and message.round == 3 else message
+        )
 
     monkeypatch.setattr(Link, "receive", lying)
     with ssd.Engine.from_plan(plan_for()) as engine:
@@ -161,7 +163,9 @@ while True:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_the_engines_process_ends_the_drafts(plan_for, tmp_path, number):
     plan_for().save(tmp_path / "plan.json")
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "plan.json")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "plan.json")], stdout=subprocess.PIPE, text=True
+    )
     draft = int(process.stdout.readline())
     assert alive(draft)
     process.send_signal(number)
