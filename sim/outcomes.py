@@ -133,7 +133,7 @@ class Trace:
 
 
 def outcome_at(ranks: tuple[int, ...], place: int, drafted: int) -> Outcome:
-    """The outcome of a greedy round whose first drafted token stands at `place` of a text with these ranks; past the end all is accepted."""
+    """The outcome of a greedy round whose first drafted token stands at `place` of a text; past its end all is accepted."""
     accepted = next((k for k in range(drafted) if place + k < len(ranks) and ranks[place + k] > 1), drafted)
     rank = ranks[place + accepted] if place + accepted < len(ranks) else 1
     return accepted, rank - (accepted < drafted)

@@ -191,7 +191,11 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what, share: None
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0, visible=False)
         yield lambda what, share: bar.update(task, description=what, completed=share, visible=True)
 

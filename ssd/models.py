@@ -161,7 +161,8 @@ def check_architecture(option: str, source: Source, max_model_len: int) -> None:
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
         raise ValueError(
-            f"{option}={source.name!r} has layers of type {', '.join(sorted(other))}, which cannot be rolled back: use a full-attention model"
+            f"{option}={source.name!r} has layers of type {', '.join(sorted(other))}, which cannot be rolled back: "
+            "use a full-attention model"
         )
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
@@ -177,7 +178,8 @@ def check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
     if different:
         first = different[0]
         raise ValueError(
-            f"target and draft vocabularies differ in {len(different)} ids, first at id {first}: {ours.get(first)!r} against {theirs.get(first)!r}; "
+            f"target and draft vocabularies differ in {len(different)} ids, first at id {first}: "
+            f"{ours.get(first)!r} against {theirs.get(first)!r}; "
             "give a draft that was trained with the target's tokenizer"
         )
 
@@ -220,11 +222,11 @@ def compute_dtype(models: Models, device: torch.device) -> torch.dtype:
 
 
 def weight_bytes(source: Source, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes its weights take: on a CPU, bf16 checkpoints stay bf16 also where fp32 is computed."""
-    stored = dtype
-    if device.type == "cpu" and source.config.dtype == torch.bfloat16:
-        stored = torch.bfloat16
-    return source.parameters * stored.itemsize
+    """Return the bytes its weights take: on a CPU, bf16 checkpoints stay bf16 also where fp32 is computed, a tied head as a copy."""
+    if device.type != "cpu" or source.config.dtype != torch.bfloat16:
+        return source.parameters * dtype.itemsize
+    head = source.vocab_size * int(source.config.hidden_size) if getattr(source.config, "tie_word_embeddings", False) else 0
+    return (source.parameters + head) * torch.bfloat16.itemsize
 
 
 def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Placement, slots: tuple[int, int]) -> None:
@@ -244,7 +246,8 @@ def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Plac
     for pool, bytes_needed in needs.items():
         if bytes_needed > room[pool]:
             raise ValueError(
-                f"target {models.target!r} and draft {models.draft!r} need {bytes_needed / 2**30:.1f} GiB on {pool}, which has {room[pool] / 2**30:.1f}: "
+                f"target {models.target!r} and draft {models.draft!r} need {bytes_needed / 2**30:.1f} GiB on {pool}, "
+                f"which has {room[pool] / 2**30:.1f}: "
                 f"lower max_model_len (now {pair.max_model_len}), use smaller models or more devices"
             )
 

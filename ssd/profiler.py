@@ -95,7 +95,7 @@ class _Profiler:
         )
 
     def _decode(self, texts: Sequence[str]) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], float, float]:
-        """Decode the prompts; return (prompt, output) token ids, host seconds a round beside verifying and waiting, prefill seconds a token."""
+        """Decode the prompts; return (prompt, output) token ids, host seconds a round apart from the rest, prefill seconds a token."""
         outputs, overheads, prefills = [], [], []
         for place, text in enumerate(texts):
             self.progress("acceptance", 0.4 * place / len(texts))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -136,7 +136,9 @@ class SamplingParams(Spec):
 
     max_tokens: int = Field(128, ge=1, description="longest output, tokens (`max_new_tokens` is accepted too)")
     temperature: float = Field(0.0, ge=0, description="sampling temperature (no unit); 0 is greedy")
-    stop_token_ids: tuple[int, ...] = Field((), description="further tokens that end the output, kept as its last (token ids)")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="further tokens that end the output, kept as its last (token ids)"
+    )
     ignore_eos: bool = Field(False, description="whether to go on past the model's end tokens (yes or no)")
 
     @model_validator(mode="before")

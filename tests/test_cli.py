@@ -130,11 +130,12 @@ def test_plan_prints_the_explanation_and_saves_json(saved, capsys, tmp_path):
 def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, saved):
     asked = {}
     monkeypatch.setattr("ssd.planner.plan", lambda *pair, **rest: asked.update(rest, pair=pair) or Plan.load(saved))
+    monkeypatch.setattr("ssd.profiler.profile", lambda *_, **__: "measured")
     words = [
         "--mode",
         "sd",
         "--objective",
-        "cost",
+        "throughput",
         "--prompt-tokens",
         "7",
         "--output-tokens",
@@ -150,7 +151,7 @@ def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, 
     assert (models.dtype, models.max_model_len) == ("float32", 50)
     load = asked["workload"]
     assert (load.prompt_tokens, load.output_tokens, load.prompt_set) == (7, 9, "chat")
-    assert (asked["mode"], asked["objective"], asked["profile"]) == ("sd", "cost", None)
+    assert (asked["mode"], asked["objective"], asked["profile"]) == ("sd", "throughput", "measured")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from ssd.engine.forward import Queries, SlotModel
 from ssd.engine.kv import Abort
+from theory.fanout import shortened
 
 
 class Branches:
@@ -43,10 +44,8 @@ class Branches:
 
     def find(self, accepted: int, bonus: int) -> int | None:
         """Return the column drafted for outcome (accepted, bonus)."""
-        for column in np.flatnonzero(self.accepted == accepted):
-            if int(self.tokens[0][column]) == bonus:
-                return int(column)
-        return None
+        found = np.flatnonzero((self.accepted == accepted) & (self.tokens[0].cpu().numpy() == bonus))
+        return int(found[0]) if len(found) else None
 
     def column(self, index: int) -> Branches:
         """Return one column alone, sharing what has been computed."""
@@ -65,11 +64,6 @@ def advance(model: SlotModel, rows: Sequence[Branches | None], vocab_size: int, 
             row.grow(logits[r, logits.shape[1] - len(row.accepted) :, :vocab_size])
 
 
-def spread(fan_out: Sequence[int], drafted: int) -> list[int]:
-    """Return F_0..F_drafted for a draft shorter than planned: positions that were not drafted give their share to the last."""
-    return [*fan_out[:drafted], sum(fan_out[drafted:])]
-
-
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """Outcomes to draft for: bonus tokens `[B]` on the device and how many draft tokens stand before each `[B]`."""
@@ -84,7 +78,7 @@ def choose_outcomes(draft: Branches, drafted: int, fan_out: Sequence[int], end_i
     Where k < drafted the token that was sent is left out: had it been right it would have been accepted. So are end tokens: nothing
     follows them. `draft` has one column, with logits after each of its drafted tokens.
     """
-    wanted = np.asarray(spread(fan_out, drafted))
+    wanted = np.asarray(shortened(fan_out, drafted))
     logits = torch.cat(draft.logits[: drafted + 1]).clone()
     if drafted:
         logits[:-1].scatter_(1, torch.stack(draft.tokens[1 : drafted + 1]), float("-inf"))

@@ -38,7 +38,8 @@ class DraftRow:
     """
 
     def __init__(self, index: int, start: Start, slots: int) -> None:
-        self.index, self.request, self.end_ids = index, start.request, start.end_ids
+        self.index, self.request = index, start.request
+        self.end_ids: tuple[int, ...] = ()
         self.length = len(start.prompt)
         self.pending = list(start.prompt)
         self.trunk = np.zeros(slots, dtype=bool)
@@ -100,6 +101,7 @@ class Drafter:
     def start(self, start: Start) -> None:
         """Take a request in and feed its prompt; then draft for its likeliest first tokens, as if an empty draft were being verified."""
         row = DraftRow(self.rows.index(None), start, self.model.slots)
+        row.end_ids = tuple(token for token in start.end_ids if token < self.vocab_size)
         row.speculates = self._fits(row)
         self.rows[row.index] = row
         if not row.speculates:

@@ -202,6 +202,8 @@ class Engine:
         vocab = self.pair.target.vocab_size
         if not all(0 <= token < vocab for token in ids):
             raise ValueError(f"prompt {place} has a token id outside 0..{vocab - 1}: use the target's tokenizer")
+        if not all(token < vocab for token in params.stop_token_ids):
+            raise ValueError(f"stop_token_ids={params.stop_token_ids} has a token id outside 0..{vocab - 1}: it could never come")
         room = self.pair.max_model_len - len(ids)
         if room < 1:
             raise ValueError(

@@ -85,7 +85,7 @@ class DraftPeer:
                 self.lose(str(error))
 
     def draft(self, request: str, round_index: int) -> Draft:
-        """Wait for the draft that follows outcome `round_index`; an empty one if the draft is lost, which a silence past the deadline means."""
+        """Wait for the draft after outcome `round_index`; an empty one if the draft is lost, as one silent past the deadline is."""
         if self.lost is None:
             try:
                 draft = self._await(Draft, lambda draft: draft.request == request)
@@ -203,7 +203,7 @@ class Scheduler:
         if not self._warned and self._drafts >= WARN_AFTER_ROUNDS and self._accepted < WARN_BELOW_RATE * self._drafted:
             self._warned = True
             logger.warning(
-                "only %d of %d draft tokens were accepted in %d rounds: the draft does not fit the target; check both models or use mode='ar'",
+                "only %d of %d draft tokens were accepted in %d rounds: the draft does not fit the target; check both, or use mode='ar'",
                 self._accepted,
                 self._drafted,
                 self._drafts,

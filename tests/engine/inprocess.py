@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -37,13 +38,14 @@ def tiny_model(model_type: str, seed: int) -> PreTrainedModel:
 def noisy(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedModel:
     """A copy of `model` with noise on its weights, to be its draft."""
     torch.manual_seed(seed)
-    copy = type(model)(model.config).eval()
-    copy.load_state_dict(model.state_dict())
+    # A configuration of its own: the attention it names is switched to and fro while the other model is at work.
+    draft = type(model)(deepcopy(model.config)).eval()
+    draft.load_state_dict(model.state_dict())
     with torch.no_grad():
-        for weight in copy.parameters():
+        for weight in draft.parameters():
             if weight.dim() > 1:
                 weight.add_(noise * weight.std() * torch.randn_like(weight))
-    return copy
+    return draft
 
 
 def loaded(model: PreTrainedModel) -> LoadedModel:

@@ -29,6 +29,7 @@ def situations(draw):
         "seed": draw(st.integers(0, 10_000)),
         "prompt": draw(st.lists(st.integers(0, 255), min_size=1, max_size=20)),
         "tokens": draw(st.integers(1, 40)),
+        "patient": draw(st.booleans()),
     }
 
 
@@ -40,7 +41,7 @@ def check(architecture: str, case: dict, seen: Counter) -> None:
     modes = {"ar": None, "sd": setup(K), "ssd": setup(K, case["hit"], case["miss"], case["backup"])}
     with pair(target, draft, CONTEXT) as both:
         for mode, how in modes.items():
-            request = both.decode(how, prompt, count)
+            request = both.decode(how, prompt, count, patient=case["patient"] and how is not None)
             assert both.peer.lost is None
             assert differs(target, prompt, request.output, expected) is None, mode
             seen.update(f"{mode} hit {r.hit}" for r in request.rounds)
@@ -78,7 +79,17 @@ def test_every_supported_architecture_rolls_back(architecture):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_supported_architecture_decodes_alike_in_every_mode(architecture):
-    case = {"K": 3, "hit": (1, 1, 1, 2), "miss": (1, 1, 1, 2), "backup": "jit", "noise": 0.1, "seed": 3, "prompt": [7, 8, 9], "tokens": 30}
+    case = {
+        "K": 3,
+        "hit": (1, 1, 1, 2),
+        "miss": (1, 1, 1, 2),
+        "backup": "jit",
+        "noise": 0.1,
+        "seed": 3,
+        "prompt": [7, 8, 9],
+        "tokens": 30,
+        "patient": True,
+    }
     check(architecture, case, Counter())
 
 
@@ -180,3 +191,23 @@ def test_a_prompt_longer_than_a_prefill_chunk_is_fed_in_pieces(monkeypatch):
     with pair(target, noisy(target, 0.1, 2), CONTEXT) as both:
         request = both.decode(setup(3, (1, 1, 1, 1)), prompt, 30)
     assert differs(target, prompt, request.output, reference(target, prompt, 30)) is None
+
+
+def test_an_end_token_that_the_draft_does_not_have_does_not_disturb_it():
+    target = tiny_model("llama", 18)
+    small = type(target.config)(**{**target.config.to_dict(), "vocab_size": target.config.vocab_size - 6})
+    draft = type(target)(small).eval()
+    end = target.config.vocab_size - 1
+    with pair(target, draft, CONTEXT) as both:
+        request = both.decode(setup(2, (2, 2, 2)), [1, 2], 40, frozenset([end]), patient=True)
+        assert both.peer.lost is None
+    assert request.output == reference(target, [1, 2], 40, frozenset([end]))
+
+
+def test_a_draft_that_is_hardly_ever_right_is_reported_once_with_the_number(caplog):
+    target, stranger = tiny_model("llama", 19), tiny_model("llama", 20)
+    with pair(target, stranger, CONTEXT) as both:
+        both.decode(setup(4), [1, 2], 90)
+    told = [record for record in caplog.records if "does not fit the target" in record.message]
+    assert len(told) == 1
+    assert "draft tokens were accepted in" in told[0].message

@@ -125,10 +125,16 @@ def test_closing_leaves_no_process(plan_for):
 
 
 def test_an_error_inside_the_block_leaves_no_process(plan_for):
-    with pytest.raises(ZeroDivisionError), ssd.Engine.from_plan(plan_for()) as engine:
-        pid = engine.peer.process.pid
-        1 / 0  # noqa: B018
-    assert not alive(pid)
+    pids = []
+
+    def fail():
+        with ssd.Engine.from_plan(plan_for()) as engine:
+            pids.append(engine.peer.process.pid)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not alive(pids[0])
 
 
 def test_a_draft_that_cannot_load_is_an_error_with_its_reason_and_no_process(plan_for, monkeypatch):
