@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sim.outcomes import IID, NEVER, Positional, Replay, TwoState
+from sim.outcomes import IID, NEVER, Positional, Replay, Trace, TwoState, outcome_at, rounds_of
 from theory.acceptance import accepted_length_law
 
 CURVE = (0.0, 0.5, 0.7, 0.9)
@@ -86,3 +88,49 @@ def test_replay_answers_a_shorter_draft_from_the_same_record(recorded, expected)
 def test_a_bad_model_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+ranks_of_a_text = st.lists(st.integers(1, 4), min_size=1, max_size=40).map(tuple)
+
+
+@given(ranks_of_a_text, st.integers(0, 6))
+def test_the_rounds_of_a_trace_read_the_text_once_and_in_order(text, K):
+    """Played from the beginning, k accepted tokens are the draft's own choices and the next is not, unless all K were accepted."""
+    place = 0
+    while place + K < len(text):
+        accepted, rank = outcome_at(text, place, K)
+        assert all(r == 1 for r in text[place : place + accepted])
+        if accepted < K:
+            assert text[place + accepted] == rank + 1 > 1
+        else:
+            assert text[place + K] == rank
+        place += accepted + 1
+
+
+def test_a_trace_answers_any_lookahead_from_the_same_text():
+    text = (1, 1, 3, 1, 2, 1, 1, 1)
+    assert outcome_at(text, 0, 1) == (1, 1)
+    assert outcome_at(text, 0, 2) == (2, 3)
+    assert outcome_at(text, 0, 4) == (2, 2)
+    assert outcome_at(text, 3, 4) == (1, 1)
+    draw = Trace((text,)).start(np.random.default_rng(0))
+    assert [draw(3, False), draw(3, False)] == [(2, 2), (1, 1)]
+
+
+def test_the_rounds_of_a_text_begin_at_each_of_its_first_places():
+    assert rounds_of(((1, 1, 2, 1, 1),), 1) == [(1, 1), (0, 1), (1, 1), (1, 2), (1, 1)]
+
+
+@given(st.lists(ranks_of_a_text, min_size=1, max_size=3).map(tuple), st.integers(0, 5), st.integers(0, 100))
+def test_a_trace_never_runs_out(texts, K, seed):
+    draw = Trace(texts).start(np.random.default_rng(seed))
+    for _ in range(100):
+        accepted, rank = draw(K, True)
+        assert 0 <= accepted <= K
+        assert rank >= 1
+
+
+@pytest.mark.parametrize("ranks", [(), ((),), ((1, 0),)])
+def test_a_trace_of_nothing_is_refused(ranks):
+    with pytest.raises(ValueError, match="ranks="):
+        Trace(ranks)

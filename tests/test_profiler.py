@@ -1,0 +1,80 @@
+"""The profile of a pair on this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+import ssd
+from sim.outcomes import outcome_at
+from ssd.placements import placements
+from ssd.profiler import PROMPTS
+from ssd.specs import Configuration, Models, Placement, Profile, SamplingParams, Workload
+from tests.plans import CORES, hand_typed, two_cores
+
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+TEXTS = ["a short text", "another one", "and x = 3"]
+
+
+@pytest.fixture(scope="module")
+def found(tiny_pair) -> Profile:
+    models = Models(target=tiny_pair[0], draft=tiny_pair[1])
+    return ssd.profile(two_cores(), models, Workload(prompt_tokens=8, output_tokens=16), prompts=TEXTS)
+
+
+def test_every_placement_of_a_plan_has_its_tables(found):
+    for place in placements(two_cores()):
+        for model, devices in (("target", place.target), ("draft", place.draft)):
+            table = found.forward(model, devices, contended=not place.overlaps)
+            assert table is not None
+            assert table.contended == (not place.overlaps)
+            assert table.source == "measured"
+            assert min(table.seconds) > 0
+
+
+def test_the_trace_tells_the_rounds_of_the_engine_exactly(found, tiny_pair):
+    """The rank of every token of the target's text, read as rounds, is what the engine accepts for any K."""
+    shared = Placement(target=CORES[:1], draft=CORES[:1])
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair)) as engine:
+        for K in (1, 2, 5):
+            engine.configure(Configuration(mode="sd", num_speculative_tokens=K, placement=shared))
+            for text, trace in zip(TEXTS, found.traces, strict=True):
+                output = engine.generate(text, SamplingParams(max_tokens=len(trace)))[0]
+                assert len(output.token_ids) == len(trace)
+                accepted, place = [], 1
+                while place + K < len(trace):
+                    accepted.append(outcome_at(trace, place, K)[0])
+                    place += accepted[-1] + 1
+                histogram = output.metrics.acceptance_histogram
+                assert sum(accepted) <= output.metrics.num_accepted_tokens
+                assert output.metrics.num_accepted_tokens - sum(accepted) <= K
+                assert abs(sum(histogram) - len(accepted)) <= K + 1
+
+
+def test_acceptance_of_a_draft_that_is_the_target_is_one(tiny_pair):
+    models = Models(target=tiny_pair[0], draft=tiny_pair[0])
+    found = ssd.profile(two_cores(), models, Workload(prompt_tokens=8, output_tokens=8), prompts=TEXTS[:1])
+    assert found.draft_acceptance_rate == 1
+    assert set(found.traces[0]) == {1}
+
+
+def test_without_a_draft_only_the_target_is_measured(tiny_pair):
+    found = ssd.profile(two_cores(), Models(target=tiny_pair[0]), Workload(prompt_tokens=8, output_tokens=8), prompts=TEXTS[:1])
+    assert {table.model for table in found.forwards} == {"target"}
+    assert found.traces == ()
+    assert ssd.plan(two_cores(), Models(target=tiny_pair[0]), profile=found).mode == "ar"
+
+
+def test_progress_rises_to_its_end_and_names_what_is_measured(tiny_pair):
+    told = []
+    ssd.profile(two_cores(), Models(target=tiny_pair[0]), prompts=TEXTS[:1], progress=lambda what, share: told.append((share, what)))
+    assert [share for share, _ in told] == sorted(share for share, _ in told)
+    assert all(0 <= share <= 1 and what for share, what in told)
+
+
+def test_another_machine_cannot_be_measured_from_here(tiny_pair):
+    with pytest.raises(ValueError, match="is not this machine: profile where the models will run"):
+        ssd.profile(ssd.Hardware.named("2xH100-SXM"), Models(target=tiny_pair[0], draft=tiny_pair[1]))
+
+
+def test_the_default_prompts_are_enough_for_more_than_one_text():
+    assert PROMPTS >= 4
