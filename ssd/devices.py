@@ -16,7 +16,10 @@ def torch_device(ids: tuple[str, ...]) -> torch.device:
         return torch.device("cpu")
     if len(ids) > 1:
         raise ValueError(f"placement {ids}: a model runs on CPU cores or on one accelerator; give one id, or cpu ids only")
-    return torch.device(ids[0])
+    try:
+        return torch.device(ids[0])
+    except RuntimeError as error:
+        raise ValueError(f"placement {ids}: torch knows no device {ids[0]!r}; give ids such as 'cpu:0' or 'cuda:0'") from error
 
 
 def cores(ids: tuple[str, ...]) -> tuple[int, ...]:
@@ -41,15 +44,36 @@ def pin(ids: tuple[str, ...]) -> None:
     torch.set_num_threads(len(wanted))
 
 
+def check_present(option: str, ids: tuple[str, ...]) -> None:
+    """Refuse devices that this machine does not have."""
+    try:
+        with pinned(ids):
+            pass
+    except OSError as error:
+        have = ", ".join(f"cpu:{core}" for core in available_cores())
+        raise ValueError(f"{option}={ids}: this process may not run there ({error.strerror}); it has {have}") from error
+    device = torch_device(ids)
+    if device.type != "cpu" and (device.index or 0) >= _accelerators(device.type):
+        raise ValueError(f"{option}={ids}: torch finds no {device} on this machine; plan again with Hardware.local()")
+
+
+def _accelerators(kind: str) -> int:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.accelerator.device_count() if found is not None and found.type == kind else 0
+
+
 @contextmanager
 def pinned(ids: tuple[str, ...]) -> Iterator[None]:
     """Pin the calling thread for the length of the block, then give it back its cores and threads."""
     before, threads = available_cores(), torch.get_num_threads()
-    pin(ids)
+    movable = bool(cores(ids)) and hasattr(os, "sched_setaffinity")
     try:
+        pin(ids)
         yield
     finally:
-        if cores(ids):
-            if hasattr(os, "sched_setaffinity"):
+        # Python takes signals after a call: with none before these two, Ctrl-C cannot come between.
+        try:
+            if movable:
                 os.sched_setaffinity(0, before)
+        finally:
             torch.set_num_threads(threads)

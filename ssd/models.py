@@ -170,6 +170,28 @@ def check_architecture(option: str, source: Source, max_model_len: int) -> None:
         raise ValueError(f"{option}={source.name!r} attends to the last {window} tokens only: set max_model_len to {window} or less")
 
 
+def check_rotary(option: str, source: Source, max_model_len: int) -> None:
+    """Refuse rotary positions that change with the length: keys in the slots were turned for the length when they were fed."""
+    rope = getattr(source.config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    limit = rope.get("original_max_position_embeddings") or getattr(source.config, "original_max_position_embeddings", None)
+    if kind in ("longrope", "dynamic") and limit is not None and limit < max_model_len:
+        raise ValueError(
+            f"{option}={source.name!r} turns its keys otherwise past {limit} tokens (rope_type {kind!r}): "
+            f"set max_model_len to {limit} or less"
+        )
+
+
+def check_lookahead(pair: Pair, num_speculative_tokens: int) -> None:
+    """Refuse a lookahead for which the draft never has room."""
+    most = 0 if pair.draft is None else max(1, (pair.draft.max_positions - 3) // 2)
+    if num_speculative_tokens > most:
+        raise ValueError(
+            f"num_speculative_tokens={num_speculative_tokens} leaves the draft no room in the {2 * most + 3} tokens of its context: "
+            f"give {most} or less"
+        )
+
+
 def check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Refuse a draft whose token-to-id map differs from the target's; the first differing id is named."""
     ours = {index: token for token, index in target.get_vocab().items()}
@@ -193,6 +215,7 @@ def inspect(models: Models) -> Pair:
             f"max_model_len={max_model_len} is more than the {target.max_positions} tokens of target {models.target!r}: lower it"
         )
     check_architecture("target", target, max_model_len)
+    check_rotary("target", target, max_model_len)
     tokenizer = target.tokenizer()
     draft = None
     if models.draft is not None:
@@ -248,7 +271,8 @@ def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Plac
             raise ValueError(
                 f"target {models.target!r} and draft {models.draft!r} need {bytes_needed / 2**30:.1f} GiB on {pool}, "
                 f"which has {room[pool] / 2**30:.1f}: "
-                f"lower max_model_len (now {pair.max_model_len}), use smaller models or more devices"
+                f"lower max_model_len (now {pair.max_model_len}), num_speculative_tokens or the fan-outs, "
+                "use smaller models or more devices"
             )
 
 

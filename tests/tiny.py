@@ -54,11 +54,11 @@ def tokenizer(vocabulary: dict[str, int] | None = None) -> PreTrainedTokenizerFa
 
 
 def vary(model: torch.nn.Module) -> None:
-    """Draw weights for which greedy text varies: tied embeddings must not drown what the layers add."""
+    """Draw weights for which greedy text varies and hangs on every token and position before it, not on the last token alone."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(0, 0.1 if "wte" in name else 1.0 if "embed" in name or "wpe" in name else 0.6 / weight.shape[-1] ** 0.5)
+                weight.normal_(0, 0.1 if "wte" in name or "wpe" in name else 1.0 if "embed" in name else 1.5 / weight.shape[-1] ** 0.5)
 
 
 def make_pair(folder: Path, model_type: str = "llama", seed: int = 0, noise: float = 0.3) -> tuple[str, str]:

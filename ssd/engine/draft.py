@@ -102,7 +102,7 @@ class Drafter:
         """Take a request in and feed its prompt; then draft for its likeliest first tokens, as if an empty draft were being verified."""
         row = DraftRow(self.rows.index(None), start, self.model.slots)
         row.end_ids = tuple(token for token in start.end_ids if token < self.vocab_size)
-        row.speculates = self._fits(row)
+        row.speculates = self._fits(row) and max(start.prompt) < self.vocab_size
         self.rows[row.index] = row
         if not row.speculates:
             return

@@ -43,8 +43,16 @@ def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
     """Start the draft's process in a session of its own (Ctrl-C is the engine's to handle) and return it with our end of the link."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "ssd.engine.draft_process", str(theirs.fileno()), str(os.getpid())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL)
+        # -P and the caller's own path: it imports what the caller would, not what lies in the working directory.
+        command = [sys.executable, "-P", "-m", "ssd.engine.draft_process", str(theirs.fileno()), str(os.getpid())]
+        path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
+        process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+        )
     link = Link(Connection(ours.detach()))
     link.send(boot)
     return process, link

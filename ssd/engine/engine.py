@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import subprocess
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
 from sim.metrics import Metrics, Round
 from sim.timeline import Span, Timeline
-from ssd.devices import pinned, torch_device
+from ssd.devices import check_present, pinned, torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
 from ssd.engine.draft_process import spawn
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
 from ssd.engine.scheduler import DraftPeer, Request, Scheduler
 from ssd.engine.target import Target
-from ssd.models import Pair, check_memory, compute_dtype, inspect, load
+from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 ROWS = 1
 LOAD_DEADLINE = 900.0
+LONGEST_DEADLINE = 86400.0
 MAX_SPANS = 200_000
 
 
@@ -44,11 +46,13 @@ class Engine:
 
     def __init__(self, plan: Plan, *, deadline: float = 30.0) -> None:
         """Check, then load both models; `deadline` is the longest wait for a draft, seconds, after which decoding goes on without it."""
-        if deadline <= 0:
-            raise ValueError(f"deadline={deadline}: give the seconds to wait for a draft, more than 0")
+        if not isinstance(plan, Plan):
+            raise ValueError(f"plan={plan!r} is no Plan: make one with ssd.plan or read one with Plan.load")
+        if not isinstance(deadline, int | float) or not 0 < deadline <= LONGEST_DEADLINE:
+            raise ValueError(f"deadline={deadline}: give the seconds to wait for a draft, more than 0 and at most {LONGEST_DEADLINE:.0f}")
         self.plan, self.deadline = plan, deadline
         self.pair = inspect(plan.models)
-        self._check_memory(plan, self.pair)
+        self._check_configuration(plan, self.pair)
         self.peer: DraftPeer | None = None
         self._requests = itertools.count()
         self._finished: list[tuple[Metrics, list[Round]]] = []
@@ -67,10 +71,14 @@ class Engine:
         """Start the engine that `plan` describes: one process a model, both loaded. ValueError before loading where it cannot run."""
         return cls(plan, deadline=deadline)
 
-    def _check_memory(self, plan: Plan, pair: Pair) -> None:
+    def _check_configuration(self, plan: Plan, pair: Pair) -> None:
+        check_lookahead(pair, plan.num_speculative_tokens)
         target_slots = target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
         draft_slots = draft_side.slots_needed(pair.max_model_len, _setup(plan))
         check_memory(pair, plan.models, plan.hardware, plan.placement, (target_slots, draft_slots))
+        check_present("placement.target", plan.placement.target)
+        if plan.mode != "ar":
+            check_present("placement.draft", plan.placement.draft)
 
     def _start(self, plan: Plan) -> None:
         if plan.mode != "ar":
@@ -96,6 +104,10 @@ class Engine:
     def configure(self, configuration: Configuration) -> None:
         """Decode as `configuration` says from the next request on, with the models that are loaded; for comparing modes and placements."""
         self._check_idle()
+        if not isinstance(configuration, Configuration):
+            raise ValueError(f"configuration={configuration!r} is no Configuration: make one, or take one of plan.alternatives")
+        if isinstance(configuration, Plan) and configuration.models != self.plan.models:
+            raise ValueError(f"models={configuration.models!r} are not those that are loaded: start another engine for them")
         plan = self.plan.with_configuration(configuration)
         if plan.mode != "ar" and self.peer is None:
             raise ValueError(
@@ -105,7 +117,7 @@ class Engine:
             old, new = getattr(self.plan.placement, name), getattr(plan.placement, name)
             if old and new and torch_device(old) != torch_device(new):
                 raise ValueError(f"placement.{name}={new}: a loaded model moves between CPU cores only; start another engine")
-        self._check_memory(plan, self.pair)
+        self._check_configuration(plan, self.pair)
         self._configure(plan)
 
     def _configure(self, plan: Plan) -> None:
@@ -176,13 +188,15 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        if self.peer is not None and self.peer.lost is None:
+        if self.peer is None:
+            return
+        if self.peer.lost is None:
             self.peer.tell(Shutdown())
             with suppress(subprocess.TimeoutExpired):
                 self.peer.process.wait(2.0)
-            self.peer.process.kill()
-            self.peer.process.wait()
-            self.peer.link.close()
+        self.peer.process.kill()
+        self.peer.process.wait()
+        self.peer.link.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,10 +207,12 @@ class Engine:
     def _request(self, prompt: Prompt, params: SamplingParams | None, place: int) -> tuple[str | None, Request]:
         """Check a prompt and its parameters before anything is decoded."""
         self._check_idle()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r} is no SamplingParams: pass one, for all prompts")
         if params.temperature > 0:
             raise ValueError(f"temperature={params.temperature}: this version decodes greedily; use temperature=0")
-        ids = tuple(self.pair.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else tuple(prompt)
+        ids = self._token_ids(prompt, place)
         if not ids:
             raise ValueError(f"prompt {place} is empty: give at least one token")
         vocab = self.pair.target.vocab_size
@@ -214,6 +230,16 @@ class Engine:
         request = Request(f"request-{next(self._requests)}", ids, params, ends, room)
         return (prompt if isinstance(prompt, str) else None), request
 
+    def _token_ids(self, prompt: Prompt, place: int) -> tuple[int, ...]:
+        try:
+            if isinstance(prompt, str):
+                return tuple(self.pair.tokenizer(prompt.encode().decode())["input_ids"])
+            if not isinstance(prompt, dict | bytes):
+                return tuple(operator.index(token) for token in prompt)
+        except (TypeError, UnicodeError):
+            pass
+        raise ValueError(f"prompt {place} is {prompt!r:.60}: give text (valid Unicode) or a sequence of token ids")
+
     def _decode(self, request: Request) -> Iterator[tuple[int, ...]]:
         self._check_idle()
         self._busy = True
@@ -227,8 +253,8 @@ class Engine:
                     break
                 yield tokens
         finally:
-            rounds.close()  # type: ignore[attr-defined]
             self._busy = False
+            rounds.close()  # type: ignore[attr-defined]
             if request.first_token:
                 self._finished.append((request.metrics(), request.rounds))
 
@@ -258,6 +284,13 @@ def _setup(plan: Configuration) -> Setup:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if listed and _is_token(listed[0]) else listed  # type: ignore[list-item,return-value]
+
+
+def _is_token(thing: object) -> bool:
+    with suppress(TypeError):
+        return operator.index(thing) is not None  # type: ignore[arg-type]
+    return False

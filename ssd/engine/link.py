@@ -5,7 +5,10 @@ A closed or silent peer, or a message that is not one of ours, raises LinkError:
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
+import struct
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -151,6 +154,13 @@ class Link:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._next: object | None = None
+
+    def give_up_after(self, seconds: float) -> None:
+        """Let a peer that stops reading, or stops in the middle of a message, be a LinkError after `seconds`."""
+        limit = struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def send(self, message: object) -> None:
         """Send `message`; LinkError if the peer is gone."""

@@ -75,6 +75,7 @@ class DraftPeer:
     def __init__(self, process: subprocess.Popen[bytes], link: Link, deadline: float) -> None:
         self.process, self.link, self.deadline = process, link, deadline
         self.lost: str | None = None
+        link.give_up_after(deadline)
 
     def tell(self, message: object) -> None:
         """Send `message`, or note that the draft is lost."""
@@ -133,10 +134,10 @@ class Scheduler:
     def decode(self, request: Request, peer: DraftPeer | None) -> Iterator[tuple[int, ...]]:
         """Yield the tokens that the prefill and then each round commit, until the request ends or the caller stops asking."""
         request.started = monotonic()
-        if peer is not None:
-            peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids)))
         row = None
         try:
+            if peer is not None:
+                peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids)))
             with self._span("prefill", request, 0):
                 row = self.target.start(request.prompt)
             first = self._settle(request, peer, 0, 0, [self.target.last(row)])
