@@ -7,7 +7,7 @@ text is noise, the speeds are real.
 import sys
 from pathlib import Path
 
-import rich
+from rich.console import Console
 from tiny_pair import make_pair
 from transformers.utils.logging import disable_progress_bar
 
@@ -31,4 +31,6 @@ with ssd.Engine.from_plan(plan) as engine:
         print(chunk.text, end="", flush=True)
     print(f"\n\n{1 / chunk.output.metrics.time_per_output_token:.1f} tokens/s in mode {plan.mode}\n")
 
-rich.print(report(bench(plan, prompts=prompts("code", 8, engine.pair.tokenizer), output_tokens=workload.output_tokens)))
+console = Console(highlight=False)
+console.width = max(console.width, 175)
+console.print(report(bench(plan, prompts=prompts("code", 8, engine.pair.tokenizer), output_tokens=workload.output_tokens)))

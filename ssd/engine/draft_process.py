@@ -79,11 +79,13 @@ def serve(link: Link) -> None:
 
 def _load(boot: Boot, link: Link) -> Drafter:
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from ssd.devices import pin, torch_device
     from ssd.engine.draft import Drafter
     from ssd.models import load, locate
 
+    disable_progress_bar()
     pin(boot.placement.draft)
     loaded = load(locate("draft", boot.draft), torch_device(boot.placement.draft), getattr(torch, boot.dtype))
     return Drafter(loaded, link, boot.rows, boot.max_model_len, boot.vocab_size)
