@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,5 +41,5 @@ def test_every_public_name_is_there_and_an_unknown_one_is_an_attribute_error():
 
 
 def test_the_arrows_point_from_ssd_to_sim_to_theory():
-    result = subprocess.run(["lint-imports"], capture_output=True, text=True, check=False)
+    result = subprocess.run([Path(sys.executable).parent / "lint-imports"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout

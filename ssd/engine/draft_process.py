@@ -85,7 +85,7 @@ def _load(boot: Boot, link: Link) -> Drafter:
     from ssd.engine.draft import Drafter
     from ssd.models import load, locate
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     pin(boot.placement.draft)
     loaded = load(locate("draft", boot.draft), torch_device(boot.placement.draft), getattr(torch, boot.dtype))
     return Drafter(loaded, link, boot.rows, boot.max_model_len, boot.vocab_size)
