@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -17,9 +20,12 @@ import torch
 from transformers import AutoConfig
 
 import ssd
-from ssd.engine.link import Link, LinkError
+from ssd.engine.forward import Queries, SlotModel
+from ssd.engine.kv import Slots
+from ssd.engine.link import Draft, Link, LinkError
+from ssd.engine.scheduler import DraftPeer
 from ssd.specs import Models, Placement, SamplingParams
-from tests.engine.inprocess import differs, noisy, pair, reference, setup, tiny_model
+from tests.engine.inprocess import differs, loaded, noisy, pair, reference, setup, tiny_model
 from tests.plans import CORES, hand_typed, two_cores
 from tests.tiny import EXTRA, tokenizer
 
@@ -225,3 +231,86 @@ def test_interrupts_at_any_moment_leave_an_engine_that_decodes_the_same(plan_for
                 assert engine.generate("hello", params)[0].token_ids == expected
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def recorded(peer):
+    """The drafts that come from `peer` in the meantime."""
+    sent, receive = [], peer.draft
+
+    def draft(request, index):
+        sent.append(receive(request, index))
+        return sent[-1]
+
+    peer.draft = draft
+    yield sent
+    peer.draft = receive
+
+
+@pytest.mark.parametrize("patient", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+def test_every_draft_sent_is_the_drafts_own_greedy_continuation(architecture, patient):
+    """What the draft's slots, masks and positions decide is seen here alone: the output is the target's whatever is drafted."""
+    target, K = tiny_model(architecture, 41), 4
+    draft = noisy(target, 0.1, 1)
+    plain = deepcopy(draft)
+    hits = 0
+    with pair(target, draft, 96) as both:
+        for how in (setup(K), setup(K, (2, 2, 2, 2, 3)), setup(K, (1, 1, 1, 1, 1), backup="none")):
+            with recorded(both.peer) as sent:
+                request = both.decode(how, [1, 2, 3], 50, patient=patient)
+            length = 1
+            for message, done in zip(sent, request.rounds, strict=True):
+                text = [1, 2, 3, *request.output[:length]]
+                if message.tokens:
+                    assert differs(plain, text, list(message.tokens), reference(plain, text, K)) is None, message
+                length += done.committed
+            hits += sum(bool(done.hit) for done in request.rounds)
+    assert hits > 3
+
+
+def test_after_a_hit_the_list_for_hits_is_used_and_after_a_miss_the_other():
+    target = tiny_model("llama", 42)
+    whole = (target.config.vocab_size,) * 3
+    with pair(target, noisy(target, 0.1, 1), 96) as both:
+        wide, narrow = (
+            both.decode(setup(2, *lists), [5], 40, patient=True).rounds[1:] for lists in ((whole, (0, 0, 1)), ((0, 0, 1), whole))
+        )
+    first = next(place for place, done in enumerate(wide) if done.hit)
+    assert all(done.hit for done in wide[first:])
+    assert any(done.accepted < done.drafted for done in wide[first:-1])
+    assert not all(done.hit for done in narrow)
+    assert all(before.hit or after.hit for before, after in pairwise(narrow))
+
+
+def test_a_draft_left_by_a_cancelled_request_is_passed_over():
+    ours, theirs = Pipe()
+    peer = DraftPeer(None, Link(ours), 5.0)
+    for message in (Draft("old", 0, (7,), None, False), Draft("new", 0, (8,), None, False)):
+        Link(theirs).send(message)
+    assert peer.draft("new", 0).tokens == (8,)
+    assert peer.lost is None
+
+
+def test_rows_of_unequal_width_do_not_see_each_other_or_their_padding():
+    model = loaded(tiny_model("qwen2", 43))
+
+    def forward(*rows):
+        queries = [
+            Queries(
+                torch.tensor(row), np.arange(len(row)), np.arange(1, len(row) + 1), np.tri(len(row), 9, 1, dtype=bool) & (np.arange(9) > 0)
+            )
+            for row in rows
+        ]
+        return SlotModel(model, len(rows), 9).forward(queries)
+
+    both = forward([5, 6, 7], [8])
+    assert torch.allclose(both[0], forward([5, 6, 7])[0], atol=1e-4)
+    assert torch.allclose(both[1, -1], forward([8])[0, -1], atol=1e-4)
+
+
+def test_the_waste_slot_is_never_given_out():
+    slots = Slots(4)
+    assert slots.take(3).tolist() == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="1 key-value slots wanted, 0 free"):
+        slots.take(1)
