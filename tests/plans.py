@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 from ssd.devices import available_cores
 from ssd.specs import Device, Hardware, Models, Placement, Plan
 
 CORES = tuple(f"cpu:{core}" for core in available_cores())[:2]
+
+
+def heed_interrupts() -> None:
+    """For a child process: take SIGINT as a terminal's child does, also where the tests run in the background and ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def two_cores(memory_bytes: int = 8 << 30) -> Hardware:

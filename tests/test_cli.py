@@ -13,6 +13,7 @@ import pytest
 from ssd.cli import run
 from ssd.specs import Plan
 from tests import handmade
+from tests.plans import heed_interrupts
 
 TYPED = ["--mode", "ssd", "--num-speculative-tokens", "3", "--fan-out", "1,1,1,2"]
 
@@ -231,7 +232,7 @@ def test_ctrl_c_is_quiet_and_leaves_no_process(saved, monkeypatch):
         "s.Scheduler._round = lambda *a: (time.sleep(.3), r(*a))[1]; ssd.cli.main()"
     )
     words = [sys.executable, "-c", program, "generate", "hello", "--plan", saved, "--output-tokens", "80"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
     assert process.stdout is not None
     process.stdout.read(1)
     children = descendants(process.pid)

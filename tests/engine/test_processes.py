@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import ssd
 from ssd.specs import Configuration, Placement, SamplingParams
 from tests.engine.inprocess import reference
-from tests.plans import CORES
+from tests.plans import CORES, heed_interrupts
 
 PROMPT = "hello, world"
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -169,14 +169,16 @@ while True:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_the_engines_process_ends_the_drafts(plan_for, tmp_path, number):
     plan_for().save(tmp_path / "plan.json")
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "plan.json")], stdout=subprocess.PIPE, text=True
-    )
-    draft = int(process.stdout.readline())
-    assert alive(draft)
-    process.send_signal(number)
-    assert process.wait(20) != 0
-    assert wait_for(lambda: not alive(draft))
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "plan.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
+    try:
+        draft = int(process.stdout.readline())
+        assert alive(draft)
+        process.send_signal(number)
+        assert process.wait(30) != 0
+        assert wait_for(lambda: not alive(draft))
+    finally:
+        process.kill()
 
 
 def test_the_callers_thread_gets_its_cores_back(plan_for):
