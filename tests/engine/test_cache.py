@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.engine.cache import Branches, choose_outcomes
+from ssd.engine.draft import Drafter, DraftRow
+from ssd.engine.link import Outcome, Start, Stop
 
 
 def draft_of(logits: torch.Tensor) -> tuple[Branches, int]:
@@ -42,3 +47,41 @@ def test_a_list_wider_than_the_vocabulary_caches_every_possible_token_once():
     sent = int(logits[0].argmax())
     assert {bonus for k, bonus in pairs if k == 0} == set(range(6)) - {sent}
     assert len(pairs) == len(set(pairs)) == 10
+
+
+def row_with_cache(fed: int) -> DraftRow:
+    """A row after a prompt of one token whose cache holds outcome (0, 3), grown by so many tokens."""
+    row = DraftRow(0, Start("r", (5,), ()), 16)
+    row.pending, row.draft = [], Branches(torch.tensor([5]), np.zeros(1, int), np.zeros(1, int), np.array([[1, 2]]), row.trunk[None].copy())
+    row.draft.grow(torch.randn(1, 8))
+    row.cache = Branches(torch.tensor([3]), np.zeros(1, int), np.ones(1, int), np.array([[4, 5, 6]]), row.trunk[None].copy())
+    for _ in range(fed):
+        row.cache.queries()
+        row.cache.grow(torch.randn(1, 8))
+    return row
+
+
+@pytest.mark.parametrize(("fed", "bonus", "hit"), [(1, 3, True), (2, 3, True), (0, 3, False), (1, 4, False)])
+def test_an_outcome_hits_if_its_branch_has_a_token(fed, bonus, hit):
+    row = row_with_cache(fed)
+    row.commit(0, bonus)
+    assert row.hit is hit
+    assert row.pending == ([] if hit else [bonus])
+    assert (row.draft is not None) is hit
+    assert np.flatnonzero(row.trunk).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("message", "moot"),
+    [
+        (None, False),
+        (Outcome("r", 1, 0, 3), False),
+        (Outcome("r", 1, 0, 4), True),
+        (Outcome("r", 1, 1, 3), True),
+        (Stop("r"), True),
+    ],
+)
+def test_a_step_is_given_up_for_any_message_but_the_outcome_that_grows_in_it(message, moot):
+    drafter = Drafter.__new__(Drafter)
+    drafter.rows, drafter.link = [row_with_cache(0)], SimpleNamespace(peek=lambda: message)
+    assert drafter._moot() is moot
