@@ -20,7 +20,7 @@ disable_progress_bar()
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out/demo-pair")
 target, draft = make_pair(folder)
 hardware, models = ssd.Hardware.local(), ssd.Models(target=target, draft=draft)
-workload = ssd.Workload(prompt_tokens=128, output_tokens=128)
+workload = ssd.Workload(prompt_tokens=128, output_tokens=64)
 
 print("Profiling this machine ...", flush=True)
 plan = ssd.plan(hardware, models, workload)
@@ -33,4 +33,4 @@ with ssd.Engine.from_plan(plan) as engine:
 
 console = Console(highlight=False)
 console.width = max(console.width, 175)
-console.print(report(bench(plan, prompts=prompts("code", 8, engine.pair.tokenizer), output_tokens=workload.output_tokens)))
+console.print(report(bench(plan, prompts=prompts("code", 6, engine.pair.tokenizer), output_tokens=workload.output_tokens)))

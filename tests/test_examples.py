@@ -15,7 +15,7 @@ def example(name: str, *words: str) -> str:
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     words = (sys.executable, str(EXAMPLES / name), *words)
-    answer = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=240, env=environment)
+    answer = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=1200, env=environment)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
@@ -72,3 +72,11 @@ def test_timeline_shows_the_overlap_and_saves_a_trace(pair, tmp_path):
     assert "B" in draft
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"verify", "build"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_first_run_goes_the_whole_way(tmp_path):
+    text = example("first_run.py", str(tmp_path))
+    for part in ("Plan for", "tokens/s in mode", "vs AR", "Same tokens in every configuration: 6 of 6 prompts"):
+        assert part in text
