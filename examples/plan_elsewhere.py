@@ -4,7 +4,7 @@ import ssd
 
 MACHINES = ("4xH100-SXM", "5xH100-SXM", "6xH100-SXM", "4xH100-SXM + 1xL40S")
 
-models = ssd.Models(target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B")
+models = ssd.Models(target="meta-llama/Llama-3.1-70B-Instruct", draft="meta-llama/Llama-3.2-1B-Instruct")
 print(ssd.plan(ssd.Hardware.named("5xH100-SXM"), models).explain())
 
 print("\nDevices for target and draft; speed against AR on the target's devices, and (=) on all that are used:")
