@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ssd.specs import Hardware, Models, Placement
@@ -282,9 +283,14 @@ def load(source: Source, device: torch.device, dtype: torch.dtype) -> LoadedMode
     from ssd.engine.linear import fp32_compute_from_bf16
 
     stored = "auto" if device.type == "cpu" and dtype == torch.float32 else dtype
-    module = AutoModelForCausalLM.from_pretrained(
-        source.folder, dtype=stored, device_map={"": device}, attn_implementation=ATTENTION, **source.arguments
-    ).eval()  # type: ignore[no-untyped-call]
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=stored, device_map={"": device}, attn_implementation=ATTENTION, **source.arguments
+        ).eval()  # type: ignore[no-untyped-call]
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"the weights of {source.name!r} cannot be read ({str(error).splitlines()[0]}): fetch or save them again"
+        ) from error
     if device.type == "cpu" and dtype == torch.float32:
         fp32_compute_from_bf16(module)
     return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions, source.query_groups)

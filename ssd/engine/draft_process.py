@@ -65,7 +65,8 @@ def serve(link: Link) -> None:
         drafter = _load(boot, link)
     except Exception as error:
         link.send(Failed(f"the draft did not load: {type(error).__name__}: {error}"))
-        raise
+        # The engine says why; a traceback of this process would only bury it.
+        raise SystemExit(1) from error
     link.send(Ready())
     while not isinstance(message := link.receive(), Shutdown):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import ssd
 from ssd.specs import Configuration, Placement, SamplingParams
 from tests.engine.inprocess import reference
-from tests.plans import CORES, heed_interrupts
+from tests.plans import CORES, hand_typed, heed_interrupts
 
 PROMPT = "hello, world"
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -154,6 +155,15 @@ def test_a_draft_that_cannot_load_is_an_error_with_its_reason_and_no_process(pla
     with pytest.raises(RuntimeError, match="no such folder"):
         ssd.Engine.from_plan(plan_for())
     assert not alive(spawned[0])
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_weights_that_are_missing_are_named(tiny_pair, tmp_path, role):
+    pair = list(tiny_pair)
+    pair[role] = str(shutil.copytree(pair[role], tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises((ValueError, RuntimeError), match=r"the weights of '.*model' cannot be read"):
+        ssd.Engine.from_plan(hand_typed(*pair))
 
 
 SCRIPT = """
