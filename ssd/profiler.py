@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from ssd.engine.rehearsal import rehearse
 from ssd.placements import placements
 from ssd.prompts import prompts as prompt_texts
 from ssd.specs import Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Workload
-
-logger = logging.getLogger(__name__)
 
 VERIFY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 BRANCHES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from time import monotonic
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
@@ -16,12 +14,12 @@ from ssd.engine.cache import Branches, advance, choose_outcomes
 from ssd.engine.forward import Queries, SlotModel
 from ssd.engine.kv import Abort, Aborted, Slots
 from ssd.engine.link import Draft, Link, Outcome, Setup, Start, Stop
+from ssd.engine.spans import MAX_SPANS, recorded
 from ssd.models import LoadedModel
 
 T = TypeVar("T")
 
 PREFILL_CHUNK = 256
-MAX_SPANS = 200_000
 
 
 def slots_needed(max_model_len: int, setup: Setup) -> int:
@@ -107,7 +105,7 @@ class Drafter:
         if not row.speculates:
             return
         try:
-            with self._span("prefill", 0, row):
+            with recorded(self.spans, "draft", "prefill", 0, row.request):
                 self._feed_pending(row, self._stopped)
         except Aborted:
             return
@@ -142,7 +140,7 @@ class Drafter:
         """Return the row's K draft tokens, drafting now those that no cached branch holds."""
         K, draft = self.setup.num_speculative_tokens, row.draft
         if draft is None or len(draft.tokens) <= K:
-            with self._span("answer", round_index, row):
+            with recorded(self.spans, "draft", "answer", round_index, row.request):
                 draft = draft or self._feed_pending(row)
                 while len(draft.tokens) <= K:
                     self._advance(row, draft)
@@ -153,7 +151,7 @@ class Drafter:
         fan_out = self.setup.fan_out_hit if row.hit else self.setup.fan_out_miss
         if not fan_out:
             return
-        with self._span("build", round_index, row), suppress(Aborted):
+        with recorded(self.spans, "draft", "build", round_index, row.request), suppress(Aborted):
             draft = row.draft or self._feed_pending(row, self._moot)
             while draft.fed <= row.sent:
                 self._advance(row, draft, self._moot)
@@ -201,11 +199,3 @@ class Drafter:
 
     def _stopped(self) -> bool:
         return isinstance(self.link.peek(), Stop)
-
-    @contextmanager
-    def _span(self, activity: str, round_index: int, row: DraftRow) -> Iterator[None]:
-        begin = monotonic()
-        try:
-            yield
-        finally:
-            self.spans.append(Span("draft", activity, begin, monotonic(), round_index, row.request))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
 import subprocess
 from collections import deque
@@ -20,17 +19,15 @@ from ssd.engine import target as target_side
 from ssd.engine.draft_process import spawn
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
 from ssd.engine.scheduler import DraftPeer, Request, Scheduler
+from ssd.engine.spans import MAX_SPANS
 from ssd.engine.target import Target
 from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
-
-logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 ROWS = 1
 LOAD_DEADLINE = 900.0
 LONGEST_DEADLINE = 86400.0
-MAX_SPANS = 200_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import logging
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal, TypeVar
@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 from sim.metrics import Metrics, Round
 from sim.timeline import Span
 from ssd.engine.link import Draft, Link, LinkError, Outcome, Start, Stop
+from ssd.engine.spans import recorded
 from ssd.engine.target import Target
 from ssd.specs import SamplingParams
 
@@ -138,7 +139,7 @@ class Scheduler:
         try:
             if peer is not None:
                 peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids)))
-            with self._span("prefill", request, 0):
+            with recorded(self.spans, "target", "prefill", 0, request.request_id):
                 row = self.target.start(request.prompt)
             first = self._settle(request, peer, 0, 0, [self.target.last(row)])
             request.first_token = monotonic()
@@ -157,7 +158,7 @@ class Scheduler:
         draft = self._next_draft(request, peer, index)
         asked = monotonic()
         tokens = draft.tokens[: request.remaining() - 1]
-        with self._span("verify", request, index):
+        with recorded(self.spans, "target", "verify", index, request.request_id):
             outcome = self.target.verify([tokens if r == row else None for r in range(len(self.target.rows))])[row]
         verified = monotonic()
         accepted, bonus = outcome  # type: ignore[misc]
@@ -209,11 +210,3 @@ class Scheduler:
                 self._drafted,
                 self._drafts,
             )
-
-    @contextmanager
-    def _span(self, activity: str, request: Request, index: int) -> Iterator[None]:
-        begin = monotonic()
-        try:
-            yield
-        finally:
-            self.spans.append(Span("target", activity, begin, monotonic(), index, request.request_id))

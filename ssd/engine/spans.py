@@ -1,0 +1,23 @@
+"""What a device is busy with, noted as it happens, on the clock that both processes share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+from sim.timeline import Span
+
+# The latest are kept until they are asked for.
+MAX_SPANS = 200_000
+
+
+@contextmanager
+def recorded(spans: deque[Span], device: str, activity: str, round_index: int, request: str) -> Iterator[None]:
+    """Append to `spans` how long the block took, also where it is left by an exception."""
+    begin = monotonic()
+    try:
+        yield
+    finally:
+        spans.append(Span(device, activity, begin, monotonic(), round_index, request))
