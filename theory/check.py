@@ -42,6 +42,22 @@ def distribution(name: str, value: ArrayLike) -> FloatArray:
     return array
 
 
+def scores(name: str, value: ArrayLike) -> FloatArray:
+    """Logits or other scores along the last axis: numbers or -inf, at least one of each row finite."""
+    array = np.asarray(value, dtype=np.float64)
+    if array.ndim == 0 or np.any(np.isnan(array) | (array == np.inf)) or not np.all(np.isfinite(array).any(-1)):
+        raise ValueError(f"{name}={value!r} must be numbers or -inf along the last axis, one of them finite: pass logits")
+    return array
+
+
+def one_vocabulary(**arrays: FloatArray) -> tuple[FloatArray, ...]:
+    """Arrays over one vocabulary along the last axis, broadcast to one shape."""
+    if len({array.shape[-1] for array in arrays.values()}) > 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"{shapes} differ along the last axis: pass one entry for each token of one vocabulary")
+    return np.broadcast_arrays(*arrays.values())
+
+
 def count(name: str, value: int, least: int) -> int:
     """A whole number not below `least`."""
     if value != int(value) or value < least:

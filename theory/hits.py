@@ -7,12 +7,13 @@ was accepted, none is excluded. So the curve of position K is another one than t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from theory import check
-from theory.check import FloatArray
+from theory.check import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,53 @@ def stationary_hit_rate(h_after_hit: ArrayLike, h_after_miss: ArrayLike) -> Floa
             f"h_after_hit={h_after_hit!r} with h_after_miss={h_after_miss!r} has no single long-run rate: move one off its end"
         )
     return np.asarray(m / (1 - h + m))
+
+
+class BonusCurves(NamedTuple):
+    """Acceptance and cumulative hit curves of positions: what a candidate list is worth there, before anything is drawn."""
+
+    acceptance: FloatArray
+    rejected_hit: FloatArray
+    accepted_hit: FloatArray
+
+
+def bonus_curves(p: ArrayLike, q: ArrayLike, scores: ArrayLike, largest: int) -> BonusCurves:
+    """Exact chances, for each position, that the bonus is among the F = 0..largest candidates of highest score. [derived]
+
+    p, q: [..., vocabulary] probabilities of target and draft; scores: [..., vocabulary] finite or -inf, what ranks the candidates (the
+    draft's logits, say); equal scores are ranked in no particular order. Returns, for leading shape [...]:
+    - acceptance [...]: alpha = sum min(p, q).
+    - rejected_hit [..., largest+1]: probability that the token sent, x ~ q, is rejected and the bonus is among the F best without x;
+      divided by 1 - alpha, the hit curve given a rejection. With w = max(q - p, 0), r = max(p - q, 0), beta = 1 - alpha, and W_F, R_F
+      their masses in the F best of all: w(x) = P(x sent and rejected), and r(x) = 0 then: [W_F R_{F+1} + (beta - W_F) R_F] / beta.
+    - accepted_hit [..., largest+1]: mass of p in the F best, the hits if this is the position after full acceptance.
+    ValueError if p or q is no distribution, or for scores of another vocabulary.
+    """
+    largest = check.count("largest", largest, 0)
+    target, draft, ranked = check.one_vocabulary(
+        p=check.distribution("p", p), q=check.distribution("q", q), scores=check.scores("scores", scores)
+    )
+    # What float32 rounds away must not reappear as a rejection.
+    target, draft = (law / law.sum(-1, keepdims=True) for law in (target, draft))
+    best = _best(ranked, largest + 1)
+    lost, gained = np.maximum(draft - target, 0), np.maximum(target - draft, 0)
+    beta = lost.sum(-1, keepdims=True)
+    W, R, accepted = (_cumulative(mass, best, largest + 2) for mass in (lost, gained, target))
+    joint = W[..., :-1] * R[..., 1:] + (beta - W[..., :-1]) * R[..., :-1]
+    rejected = np.where(beta > 0, joint / np.where(beta > 0, beta, 1), 0.0)
+    return BonusCurves(1 - beta[..., 0], rejected, np.minimum(accepted[..., :-1], 1.0))
+
+
+def _best(scores: FloatArray, count: int) -> IntArray:
+    """Indices of the best scores in order, [..., min(count, vocabulary)]; a partition first, as sorting a vocabulary is slow."""
+    count = min(count, scores.shape[-1])
+    among = np.argpartition(-scores, count - 1, axis=-1)[..., :count]
+    order = np.argsort(-np.take_along_axis(scores, among, -1), axis=-1, kind="stable")
+    return np.take_along_axis(among, order, -1)
+
+
+def _cumulative(mass: FloatArray, best: IntArray, size: int) -> FloatArray:
+    """Mass in the F best for F = 0..size-1, flat past the end of the vocabulary."""
+    sums = np.cumsum(np.take_along_axis(mass, best, -1), -1)
+    padding = [(0, 0)] * (sums.ndim - 1)
+    return np.pad(np.pad(sums, [*padding, (1, 0)]), [*padding, (0, size - 1 - sums.shape[-1])], mode="edge")

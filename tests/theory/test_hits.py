@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from theory.acceptance import accepted_length_law
-from theory.hits import PowerLaw, fit_power_law, hit_probability, stationary_hit_rate
+from theory.hits import PowerLaw, bonus_curves, fit_power_law, hit_probability, stationary_hit_rate
 
 FAN_OUTS = [2, 4, 8, 16, 32, 64, 128]
 MEASURED = {  # miss rates read from the paper's figure -> (c, r)
@@ -67,6 +67,58 @@ def test_stationary_rate_is_a_fixed_point_of_the_chain(h, m):
     assert min(h, m) - 1e-12 <= pi <= max(h, m) + 1e-12 or h == 1
 
 
+def enumerated(p, q, scores, largest):
+    """The three answers of bonus_curves by going through every sent token and every bonus."""
+    order = sorted(range(len(p)), key=lambda t: -scores[t])
+    excess = np.maximum(p - q, 0)
+    acceptance, rejected, accepted = 0.0, np.zeros(largest + 1), np.zeros(largest + 1)
+    for x in range(len(p)):
+        if q[x] == 0:
+            continue
+        accept = min(1.0, p[x] / q[x])
+        acceptance += q[x] * accept
+        without = [t for t in order if t != x]
+        for F, bonus in product(range(largest + 1), range(len(p))):
+            if accept < 1 and bonus in without[:F]:
+                rejected[F] += q[x] * (1 - accept) * excess[bonus] / excess.sum()
+    for F in range(largest + 1):
+        accepted[F] = p[order[:F]].sum()
+    return acceptance, rejected, accepted
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(0, 8), st.sampled_from(["soft", "one-hot p", "one-hot q", "one-hot", "same"])
+)
+def test_bonus_curves_equal_the_enumeration_of_sent_tokens_and_bonuses(seed, vocabulary, largest, kind):
+    rng = np.random.default_rng(seed)
+    p, q, scores = rng.dirichlet(np.ones(vocabulary)), rng.dirichlet(np.ones(vocabulary)), rng.normal(size=vocabulary)
+    if kind in ("one-hot p", "one-hot"):
+        p = np.eye(vocabulary)[rng.integers(vocabulary)]
+    if kind in ("one-hot q", "one-hot"):
+        q = np.eye(vocabulary)[rng.integers(vocabulary)]
+    q = p if kind == "same" else q
+    for ours, brute in zip(bonus_curves(p, q, scores, largest), enumerated(p, q, scores, largest), strict=True):
+        np.testing.assert_allclose(ours, brute, atol=1e-12)
+
+
+def test_bonus_curves_of_many_positions_in_float32_rise_to_all_that_is_rejected():
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.full(500, 0.1), (2, 3, 4)).astype(np.float32)
+    acceptance, rejected, accepted = bonus_curves(p, q, np.log(q + 1e-30), 500)
+    assert (acceptance.shape, rejected.shape, accepted.shape) == ((3, 4), (3, 4, 501), (3, 4, 501))
+    assert np.all(np.diff(rejected, axis=-1) >= -1e-12)
+    assert np.all(np.diff(accepted, axis=-1) >= 0)
+    np.testing.assert_allclose(rejected[..., -1], 1 - acceptance, atol=1e-12)
+    np.testing.assert_allclose(accepted[..., -1], 1, atol=1e-12)
+    np.testing.assert_allclose(bonus_curves(p[1, 2], q[1, 2], np.log(q[1, 2] + 1e-30), 7).rejected_hit, rejected[1, 2, :8])
+
+
+def test_rounding_in_float32_rejects_nothing():
+    p = np.random.default_rng(1).dirichlet(np.ones(1000)).astype(np.float32)
+    assert bonus_curves(p, p, p, 3).acceptance == 1
+    assert bonus_curves(p, p * np.float32(1.00001), p, 3).acceptance == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -79,6 +131,12 @@ def test_stationary_rate_is_a_fixed_point_of_the_chain(h, m):
         (lambda: hit_probability([1.0], [1], [[0.1, 0.5]]), r"curves\[0\].*0 first"),
         (lambda: hit_probability([1.0], [1], [[0, 1.5]]), r"curves\[0\].*at most 1"),
         (lambda: hit_probability([1.0], [-1], [[0, 0.5]]), r"fan_out\[0\]=-1"),
+        (lambda: bonus_curves([0.5, 0.2], [0.5, 0.5], [1, 2], 1), "p=.*normalise"),
+        (lambda: bonus_curves([0.5, 0.5], [0.5, 0.5], [1, np.nan], 1), "scores="),
+        (lambda: bonus_curves([0.5, 0.5], [0.5, 0.5], [-np.inf, -np.inf], 1), "scores=.*finite"),
+        (lambda: bonus_curves([0.5, 0.5], [0.5, 0.5], [1], 1), r"scores \(1,\) differ"),
+        (lambda: bonus_curves([0.5, 0.5], [0.5, 0.5], [1, 2], -1), "largest=-1"),
+        (lambda: bonus_curves([0.5, 0.5], [0.5, 0.5], [1, 2, 3], 1), r"scores \(3,\) differ"),
         (lambda: stationary_hit_rate(1.0, 0.0), "no single long-run rate"),
     ],
 )
