@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 SHARED: dict[str, Any] = {
-    "target": Annotated[str | None, typer.Option(help="Model whose text is wanted: hub id, folder or .gguf file.")],
+    "target": Annotated[str | None, typer.Option(help="Model whose text is wanted: hub id, folder or .gguf. [default: the embedded pair]")],
     "draft": Annotated[str | None, typer.Option(help="Model that proposes tokens; none for AR only.")],
     "hardware": Annotated[str | None, typer.Option(help="local, a name such as 5xH100-SXM, or a .json file. [default: local]")],
     "mode": Annotated[str | None, typer.Option(help="Force ar, sd or ssd. [default: the planner's choice]")],
@@ -19,7 +19,7 @@ SHARED: dict[str, Any] = {
     "dtype": Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")],
     "prompt_tokens": Annotated[int | None, typer.Option(help="Length of a prompt to plan for, tokens.")],
     "output_tokens": Annotated[int | None, typer.Option(help="Length of an output, tokens.")],
-    "prompt_set": Annotated[str | None, typer.Option(help="Prompts to measure on: code or chat. [default: code]")],
+    "prompt_set": Annotated[str | None, typer.Option(help="Prompts to measure on: code, chat or library. [default: code]")],
     "objective": Annotated[str | None, typer.Option(help="latency, throughput or cost. [default: latency]")],
     "profile": Annotated[Path | None, typer.Option(help="Measured latency and acceptance, from `ssd profile`.", show_default=False)],
     "plan": Annotated[Path | None, typer.Option(help="A saved plan to use instead of planning.", show_default=False)],

@@ -1,4 +1,4 @@
-"""The command line: `ssd plan`, `ssd profile`, `ssd bench` and `ssd generate`. Answers go to stdout, all else to stderr.
+"""The command line: plan, profile, bench, generate, and the trainings distill and train-pair. Answers go to stdout, all else to stderr.
 
 torch, transformers and the engine are imported inside commands, so that help comes at once.
 """
@@ -150,6 +150,76 @@ def generate(
         return
     print(flush=True)
     print(metrics_line(output, found, health), file=sys.stderr)
+
+
+@app.command()
+def distill(
+    target: Annotated[str, typer.Option(help="Model to propose for: hub id, folder or .gguf file.")],
+    out: Annotated[Path, typer.Option(help="Folder for the draft, its report and what training needs to go on after a break.")],
+    layers: Annotated[str, typer.Option(help="How many layers, or which of the target's to begin with, such as 0,10,29.")] = "4",
+    hidden: Annotated[int | None, typer.Option(help="Width. [default: the target's, so that its weights can be taken over]")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Width inside the feed-forward part. [default: the target's]")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads. [default: the target's]")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key-value heads. [default: the target's]")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Propose only so many tokens, the commonest. [default: all]")] = None,
+    prompts: Annotated[str, typer.Option(help="code, chat, or files: .json with a list of texts, else a text a line.")] = "code,chat",
+    text: Annotated[list[Path] | None, typer.Option(help="Text file to learn from besides the target's own; may be repeated.")] = None,
+    samples: Annotated[int, typer.Option(help="Texts that the target writes.")] = 512,
+    sample_tokens: Annotated[int, typer.Option(help="Length of such a text, tokens.")] = 192,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 500,
+    batch_size: Annotated[int, typer.Option(help="Windows in a step.")] = 4,
+    window: Annotated[int, typer.Option(help="Length of a window, tokens.")] = 256,
+    learning_rate: Annotated[float, typer.Option(help="Between warm-up and decay.")] = 5e-4,
+    seed: Annotated[int, typer.Option(help="Of samples, weights and windows.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Make a draft for a target.
+
+    A student of the target's kind learns from the text that the target writes. A run that was broken off goes on where it ended.
+    """
+    from ssd.training.distill import DistillRecipe
+    from ssd.training.distill import distill as make
+    from ssd.training.fit import Schedule
+    from ssd.training.student import StudentShape, layers_for
+
+    schedule = Schedule(steps=steps, batch_size=batch_size, window=window, learning_rate=learning_rate, seed=seed)
+    shape = StudentShape(layers=layers_for(layers, target), hidden=hidden, intermediate=intermediate, heads=heads, kv_heads=kv_heads)
+    recipe = DistillRecipe(
+        target=target,
+        shape=shape,
+        prompts=tuple(prompts.split(",")),
+        text=tuple(map(str, text or ())),
+        samples=samples,
+        sample_tokens=sample_tokens,
+        vocabulary=vocabulary,
+        schedule=schedule,
+    )
+    with _progress() as tell:
+        found = make(out, recipe, tell)
+    told = f"{found.table()}\n\nKL(p || q) {found.divergence:.3f} nats a token on held-out text."
+    print(found.model_dump_json(indent=2) if as_json else told)
+    print(f"The draft is in {out / 'draft'}; use it with --target {target} --draft {out / 'draft'}.", file=sys.stderr)
+
+
+@app.command("train-pair")
+def train_pair(
+    out: Annotated[Path, typer.Option(help="Folder for the pair and for what training needs to go on after a break.")],
+    target_steps: Annotated[int | None, typer.Option(help="Optimizer steps of the target. [default: the recipe's]")] = None,
+    draft_steps: Annotated[int | None, typer.Option(help="Optimizer steps of the draft. [default: the recipe's]")] = None,
+    samples: Annotated[int | None, typer.Option(help="Texts that the target writes for the draft. [default: the recipe's]")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, windows and samples.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train the embedded pair anew, on the Python standard library.
+
+    Hours on two cores. A run that was broken off goes on where it ended.
+    """
+    from ssd.training.pair import recipe_for
+    from ssd.training.pair import train_pair as make
+
+    with _progress() as tell:
+        found = make(out, recipe_for(target_steps, draft_steps, samples, seed), tell)
+    print(found.model_dump_json(indent=2) if as_json else (out / "README.md").read_text(encoding="utf-8"))
 
 
 def metrics_line(output: RequestOutput, plan: Plan, health: Health) -> str:

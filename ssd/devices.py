@@ -22,6 +22,12 @@ def torch_device(ids: tuple[str, ...]) -> torch.device:
         raise ValueError(f"placement {ids}: torch knows no device {ids[0]!r}; give ids such as 'cpu:0' or 'cuda:0'") from error
 
 
+def training_device() -> torch.device:
+    """Return where models are trained: the first accelerator, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
+
+
 def cores(ids: tuple[str, ...]) -> tuple[int, ...]:
     """Return the CPU cores among `ids`."""
     return tuple(int(name.split(":")[1]) for name in ids if name.startswith("cpu:"))

@@ -1,4 +1,4 @@
-"""Find, check and load a target and a draft: hub id, local transformers folder or GGUF file.
+"""Find, check and load a target and a draft: hub id, local transformers folder, GGUF file or the embedded pair.
 
 Everything that can be refused is refused before a weight is loaded.
 """
@@ -8,14 +8,23 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from ssd.specs import Hardware, Models, Placement
+from ssd.specs import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_TARGET, Hardware, Models, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +45,8 @@ ARCHITECTURES = (
     "starcoder2",
 )
 DEFAULT_MAX_MODEL_LEN = 4096
+# The key in a draft's config.json for the ids that it may propose; without it, all.
+DRAFT_VOCABULARY = "draft_vocabulary"
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,8 @@ def _kv_heads(config: PreTrainedConfig) -> int:
 
 def locate(option: str, name: str) -> Source:
     """Find the model that option `option` calls `name` and read its configuration."""
+    if name.startswith(EMBEDDED):
+        return _embedded(option, name)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -132,6 +145,13 @@ def locate(option: str, name: str) -> Source:
             f"{option}={name!r}: no such folder; give a folder with a config.json, a .gguf file or a hub id such as 'org/name'"
         )
     return Source(name, name, None, _config(option, name, name, None))
+
+
+def _embedded(option: str, name: str) -> Source:
+    folder = resources.files("ssd") / "data" / "pair" / name.removeprefix(EMBEDDED)
+    if name not in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
+        raise ValueError(f"{option}={name!r} is not in the package: it has {EMBEDDED_TARGET} and {EMBEDDED_DRAFT}")
+    return Source(name, str(folder), None, _config(option, name, str(folder), None))
 
 
 def _config(option: str, name: str, folder: str, gguf_file: str | None) -> PreTrainedConfig:
@@ -277,8 +297,44 @@ def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Plac
             )
 
 
-def load(source: Source, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Load the weights onto `device` for computing in `dtype`, attending over key-value slots."""
+class ShortHead(torch.nn.Module):
+    """A draft's head that computes the logits of the tokens `ids` `[n]` alone; the others are -inf. `weight` is `[vocabulary, width]`."""
+
+    ids: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.vocab_size = len(weight)
+        self.register_buffer("ids", ids)
+        self.rows = torch.nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+        self.rows.weight = torch.nn.Parameter(weight.detach()[ids], requires_grad=False)
+        if bias is not None:
+            self.rows.bias = torch.nn.Parameter(bias.detach()[ids], requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits `[..., vocabulary]` of activations `[..., width]`."""
+        few = self.rows(x)
+        every: torch.Tensor = few.new_full((*few.shape[:-1], self.vocab_size), float("-inf"))
+        return every.index_copy_(-1, self.ids, few)
+
+
+def _shorten_head(source: Source, module: PreTrainedModel) -> None:
+    """Let a draft compute only the logits that its configuration says it may propose."""
+    listed = getattr(source.config, DRAFT_VOCABULARY, None)
+    if listed is None:
+        return
+    head = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    ids = torch.tensor(listed, device=head.weight.device)
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= len(head.weight):
+        raise ValueError(f"draft={source.name!r}: {DRAFT_VOCABULARY} of its config.json must list ids below {len(head.weight)}")
+    module.set_output_embeddings(ShortHead(head.weight, getattr(head, "bias", None), ids))  # type: ignore[no-untyped-call]
+
+
+def load(source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bool = False) -> LoadedModel:
+    """Load the weights onto `device` for computing in `dtype`, attending over key-value slots.
+
+    drafts: whether it only proposes; a draft whose configuration lists `draft_vocabulary` then proposes nothing else.
+    """
     from ssd.engine.kv import ATTENTION
     from ssd.engine.linear import fp32_compute_from_bf16
 
@@ -291,6 +347,8 @@ def load(source: Source, device: torch.device, dtype: torch.dtype) -> LoadedMode
         raise ValueError(
             f"the weights of {source.name!r} cannot be read ({str(error).splitlines()[0]}): fetch or save them again"
         ) from error
+    if drafts:
+        _shorten_head(source, module)
     if device.type == "cpu" and dtype == torch.float32:
         fp32_compute_from_bf16(module)
     return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions, source.query_groups)

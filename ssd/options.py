@@ -71,11 +71,9 @@ def hardware_for(asked: Asked) -> Hardware:
 
 
 def models_for(asked: Asked) -> Models:
-    """Return the pair."""
-    if asked.target is None:
-        raise ValueError("--target is missing: give a hub id, a folder or a .gguf file, or a saved plan with --plan")
-    given = {"dtype": asked.dtype, "max_model_len": asked.max_model_len}
-    return Models.model_validate({"target": asked.target, "draft": asked.draft, **_without_none(given)})
+    """Return the pair, by default the embedded one."""
+    given = {name: getattr(asked, name) for name in ("target", "draft", "dtype", "max_model_len")}
+    return Models.model_validate(_without_none(given))
 
 
 def workload_for(asked: Asked) -> Workload:

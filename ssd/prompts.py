@@ -1,22 +1,24 @@
-"""Prompts to measure on: function stubs to complete and messages to answer, each one different."""
+"""Prompts to measure on: functions to complete and messages to answer, each one different."""
 
 from __future__ import annotations
 
 import json
 from importlib.resources import files
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Kind = Literal["code", "chat"]
+# `library`: functions of standard library modules that the embedded pair was not trained on.
+Kind = Literal["code", "chat", "library"]
 
 
-def prompts(kind: Kind, count: int, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
-    """Return `count` distinct prompts; chat ones in the tokenizer's template where it has one. ValueError where there are fewer."""
-    if kind not in ("code", "chat"):
-        raise ValueError(f"prompt_set={kind!r} is unknown: use 'code' or 'chat'")
-    found = _code() if kind == "code" else _stored("chat")
+def prompts(kind: Kind, count: int | None, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
+    """Return `count` distinct prompts, or all; chat ones in the tokenizer's template where it has one. ValueError where there are fewer."""
+    if kind not in get_args(Kind):
+        raise ValueError(f"prompt_set={kind!r} is unknown: use {', '.join(map(repr, get_args(Kind)))}")
+    found = _code() if kind == "code" else _stored(kind)
+    count = len(found) if count is None else count
     if not 1 <= count <= len(found):
         raise ValueError(f"count={count}: ask for 1 to {len(found)} prompts, as many as prompt_set={kind!r} has" + _hint(kind, len(found)))
     return [_templated(text, tokenizer) for text in found[:count]] if kind == "chat" else found[:count]

@@ -18,6 +18,10 @@ Backup = Literal["jit", "none"]
 Objective = Literal["latency", "throughput", "cost"]
 Source = Literal["measured", "roofline", "assumed"]
 
+# The pair that comes with the package.
+EMBEDDED = "embedded/"
+EMBEDDED_TARGET, EMBEDDED_DRAFT = EMBEDDED + "target", EMBEDDED + "draft"
+
 
 class Spec(BaseModel):
     """A frozen value that refuses unknown keys by naming the nearest known one."""
@@ -109,9 +113,9 @@ class Hardware(Spec):
 
 
 class Models(Spec):
-    """A target and a draft, each by hub id, local transformers folder or GGUF file."""
+    """A target and a draft, each by hub id, local transformers folder or GGUF file; by default the embedded pair."""
 
-    target: str = Field(min_length=1, description="the model whose law is sampled: hub id, folder or .gguf file (no unit)")
+    target: str = Field(EMBEDDED_TARGET, min_length=1, description="the model whose law is sampled: hub id, folder or .gguf file (no unit)")
     draft: str | None = Field(None, min_length=1, description="the model that proposes, or none for AR only (no unit)")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="type computed in; auto is float32 on a CPU and bfloat16 elsewhere (no unit)"
@@ -119,6 +123,13 @@ class Models(Spec):
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output together, tokens; none takes what the target can, at most 4096"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embedded_together(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "target" not in data:
+            return {"draft": EMBEDDED_DRAFT, **data}
+        return data
 
 
 class Workload(Spec):
@@ -128,7 +139,7 @@ class Workload(Spec):
     prompt_tokens: int = Field(128, ge=1, description="length of a prompt, tokens")
     output_tokens: int = Field(128, ge=1, description="length of an output, tokens")
     temperature: float = Field(0.0, ge=0, le=0, description="sampling temperature (no unit); this version decodes greedily, at 0")
-    prompt_set: Literal["code", "chat"] = Field("code", description="the prompts that acceptance is measured on (no unit)")
+    prompt_set: Literal["code", "chat", "library"] = Field("code", description="the prompts that acceptance is measured on (no unit)")
 
 
 class SamplingParams(Spec):

@@ -88,7 +88,7 @@ def _load(boot: Boot, link: Link) -> Drafter:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     pin(boot.placement.draft)
-    loaded = load(locate("draft", boot.draft), torch_device(boot.placement.draft), getattr(torch, boot.dtype))
+    loaded = load(locate("draft", boot.draft), torch_device(boot.placement.draft), getattr(torch, boot.dtype), drafts=True)
     return Drafter(loaded, link, boot.rows, boot.max_model_len, boot.vocab_size)
 
 

@@ -1,0 +1,1 @@
+"""Training: the embedded pair from nothing, and a draft for any target by distillation."""

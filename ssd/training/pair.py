@@ -1,0 +1,218 @@
+"""The embedded pair from nothing: a tokenizer, a small target and a smaller draft, trained on the Python standard library."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from ssd.devices import training_device
+from ssd.specs import Spec
+from ssd.training.corpus import HELD_OUT, Document, function_heads, standard_library
+from ssd.training.data import Rows, Tokens, Windows, cut, shuffled, spread, stream
+from ssd.training.distiller import distil
+from ssd.training.evaluation import DraftReport, report
+from ssd.training.fit import Schedule, fit, last_loss
+from ssd.training.folder import begin, save
+from ssd.training.samples import TEMPERATURES, Job, sampled_stream
+from ssd.training.tokenizer import train_tokenizer
+
+Progress = Callable[[str, float], None]
+HELD_OUT_WINDOWS = 32
+HELD_OUT_PROMPTS = 64
+SAMPLE_PROMPT = 48
+SAMPLE_TOKENS = 208
+
+
+class LlamaShape(Spec):
+    """The size of a Llama with tied embeddings."""
+
+    layers: int = Field(ge=1, description="decoder layers (count)")
+    hidden: int = Field(ge=8, description="width (count)")
+    intermediate: int = Field(ge=8, description="width inside the feed-forward part (count)")
+    heads: int = Field(ge=1, description="query heads (count)")
+    kv_heads: int = Field(ge=1, description="key-value heads (count)")
+
+    def config(self, tokenizer: PreTrainedTokenizerBase, context: int) -> LlamaConfig:
+        """Return the transformers configuration."""
+        return LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=context,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+
+
+class PairRecipe(Spec):
+    """Everything that settles the pair, given the text."""
+
+    vocab_size: int = Field(4096, ge=300, description="tokens of the tokenizer (count)")
+    target: LlamaShape = Field(
+        LlamaShape(layers=12, hidden=256, intermediate=704, heads=4, kv_heads=2),
+        description="deep and narrow: slow to verify with, cheap to train (shape)",
+    )
+    target_schedule: Schedule = Field(Schedule(steps=2800), description="the target's training (schedule)")
+    draft: LlamaShape = Field(LlamaShape(layers=2, hidden=192, intermediate=384, heads=3, kv_heads=3), description="the draft (shape)")
+    draft_schedule: Schedule = Field(Schedule(steps=2500, learning_rate=2e-3), description="the distillation (schedule)")
+    samples: int = Field(3072, ge=1, description="texts that the target writes for the distillation (count)")
+
+
+def recipe_for(target_steps: int | None, draft_steps: int | None, samples: int | None, seed: int) -> PairRecipe:
+    """Return the recipe with what was asked for changed."""
+    recipe = PairRecipe()
+    target = recipe.target_schedule.model_dump() | {"seed": seed} | ({"steps": target_steps} if target_steps is not None else {})
+    draft = recipe.draft_schedule.model_dump() | {"seed": seed} | ({"steps": draft_steps} if draft_steps is not None else {})
+    return PairRecipe(
+        target_schedule=Schedule(**target), draft_schedule=Schedule(**draft), samples=recipe.samples if samples is None else samples
+    )
+
+
+def train_pair(out: Path, recipe: PairRecipe, progress: Progress, *, library: Path | None = None) -> DraftReport:
+    """Make tokenizer, target and draft in `out`, each an ordinary transformers folder, and a model card; go on from what is there.
+
+    library: the folder of sources to train on, by default this interpreter's standard library.
+
+    ValueError where `out` holds something else, or a training begun with another recipe.
+    """
+    train, held_out = standard_library(library)
+    begin(out, recipe)
+    progress("tokenizer", 0.0)
+    tokenizer = _tokenizer(out, recipe, train)
+    target = _target(out, recipe, tokenizer, train, held_out, progress)
+    draft = _draft(out, recipe, tokenizer, target, train, held_out, progress)
+    prompts = [tokenizer(text)["input_ids"] for text in spread(function_heads(held_out), HELD_OUT_PROMPTS)]
+    found = report(target, draft, prompts, last_loss(out / "draft-training"), tokenizer.eos_token_id, recipe.target_schedule.seed, progress)
+    sizes = target.num_parameters(), draft.num_parameters()
+    (out / "README.md").write_text(card(recipe, found, sizes, last_loss(out / "target-training")), encoding="utf-8")
+    return found
+
+
+def _tokenizer(out: Path, recipe: PairRecipe, documents: list[Document]) -> PreTrainedTokenizerBase:
+    folder = out / "tokenizer"
+    if not folder.is_dir():
+        context = min(recipe.target_schedule.window, recipe.draft_schedule.window)
+        train_tokenizer(documents, recipe.vocab_size, context).save_pretrained(folder)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    return tokenizer
+
+
+def _target(
+    out: Path,
+    recipe: PairRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    train: list[Document],
+    held_out: list[Document],
+    progress: Progress,
+) -> PreTrainedModel:
+    folder, schedule = out / "target", recipe.target_schedule
+    if not folder.is_dir():
+        set_seed(schedule.seed)
+        model = LlamaForCausalLM(recipe.target.config(tokenizer, schedule.window))
+        text = Windows(training_stream(train, tokenizer, schedule.seed), schedule.window, schedule.items, schedule.seed)
+        unseen = Rows(cut(stream(held_out, tokenizer), schedule.window, HELD_OUT_WINDOWS))
+        fit(model, text, unseen, schedule, out / "target-training", progress)
+        save(model, tokenizer, folder)
+    return _load(folder)
+
+
+def _draft(
+    out: Path,
+    recipe: PairRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedModel,
+    train: list[Document],
+    held_out: list[Document],
+    progress: Progress,
+) -> PreTrainedModel:
+    folder, schedule = out / "draft", recipe.draft_schedule
+    if not folder.is_dir():
+        text = training_stream(train, tokenizer, recipe.target_schedule.seed)
+        own = _samples(out, recipe, text, target, tokenizer, progress)
+        set_seed(schedule.seed)
+        draft = LlamaForCausalLM(recipe.draft.config(tokenizer, int(target.config.max_position_embeddings)))
+        unseen = cut(stream(held_out, tokenizer), schedule.window, HELD_OUT_WINDOWS)
+        distil(target, draft, [own, text], unseen, schedule, out / "draft-training", progress)
+        save(draft, tokenizer, folder)
+    return _load(folder)
+
+
+def _samples(
+    out: Path, recipe: PairRecipe, text: Tokens, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: Progress
+) -> Tokens:
+    begins = np.random.default_rng(recipe.draft_schedule.seed).integers(len(text) - SAMPLE_PROMPT, size=recipe.samples)
+    wanted = [
+        Job(tuple(text[begin : begin + SAMPLE_PROMPT].tolist()), TEMPERATURES[place % len(TEMPERATURES)])
+        for place, begin in enumerate(begins)
+    ]
+    end, seed = tokenizer.eos_token_id, recipe.draft_schedule.seed
+    return sampled_stream(target, wanted, SAMPLE_TOKENS, end, seed, out / "samples", progress)
+
+
+def training_stream(documents: list[Document], tokenizer: PreTrainedTokenizerBase, seed: int) -> Tokens:
+    """Return the documents as one stream, the library's own modules twice and its tests once."""
+    library = [document for document in documents if not document.is_test]
+    return stream(shuffled([*documents, *library], seed), tokenizer)
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(training_device()).eval()  # type: ignore[no-any-return]
+
+
+def card(recipe: PairRecipe, found: DraftReport, sizes: tuple[int, int], target_loss: float) -> str:
+    """Return the model card; sizes are the weights of target and draft (counts), target_loss is nats a token on held-out text."""
+    own_loss = f"{target_loss:.3f} nats a token on held-out text"
+    return f"""---
+license: apache-2.0
+language: code
+---
+# The embedded pair
+
+A small target and a smaller draft for speculative decoding: one byte-level BPE of {recipe.vocab_size} tokens, two Llamas in bfloat16.
+They continue Python code, and are made to measure and to test with, not to be relied on.
+
+- **Target**: {_shape(recipe.target, sizes[0])}; {_schedule(recipe.target_schedule)}.
+  Loss {own_loss}.
+- **Draft**: {_shape(recipe.draft, sizes[1])}; {_schedule(recipe.draft_schedule)}.
+  Distilled: KL(p || q) of the target's law p from the draft's q, alternately on {recipe.samples} texts that the target wrote (at
+  temperatures 0, .7 and 1) and on the training text. KL {found.divergence:.3f} nats a token on held-out text.
+- **Data**: the Python {platform.python_version()} standard library's sources and their tests, under the PSF licence; the library's
+  own modules twice. Held out whole, with their tests: {", ".join(HELD_OUT)}.
+- **Made by** `ssd train-pair --out DIR`, which goes on where it was broken off.
+
+## Acceptance on held-out prompts
+
+Expectations over the target's own continuations of {HELD_OUT_PROMPTS} function heads from the held-out modules: the chance that a draft
+token is accepted, and that the bonus token is among the draft's F best candidates, after a rejection (the rejected token left out) and
+after full acceptance.
+
+{found.table()}
+"""
+
+
+def _shape(shape: LlamaShape, weights: int) -> str:
+    return f"{shape.layers} layers of {shape.hidden}, {weights / 1e6:.1f} million weights"
+
+
+def _schedule(schedule: Schedule) -> str:
+    return f"{schedule.steps} steps of {schedule.batch_size} x {schedule.window} tokens"
