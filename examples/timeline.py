@@ -1,4 +1,4 @@
-"""See target and draft at work together: `python timeline.py TARGET DRAFT [TRACE.json]`; open the trace at ui.perfetto.dev."""
+"""See target and draft at work together, on the embedded pair: `python timeline.py [TRACE.json]`; open the trace at ui.perfetto.dev."""
 
 import sys
 
@@ -23,7 +23,6 @@ def picture(spans: list[Span], begin: float, end: float) -> str:
 
 
 hardware = ssd.Hardware.local()
-models = ssd.Models(target=sys.argv[1], draft=sys.argv[2])
 ids = tuple(device.id for device in hardware.devices)
 if len(ids) < 2:
     sys.exit("this machine has one device: SSD needs a second one for the draft")
@@ -34,7 +33,7 @@ plan = ssd.Plan(
     fan_out_miss=(1, 1, 1, 2),
     placement=ssd.Placement(target=ids[:1], draft=ids[-1:]),
     hardware=hardware,
-    models=models,
+    models=ssd.Models(),
 )
 with ssd.Engine.from_plan(plan) as engine:
     engine.generate("warm up", ssd.SamplingParams(max_tokens=16))
@@ -50,6 +49,6 @@ speed = f"{1 / metrics.time_per_output_token:.1f} tokens/s"
 print(f"hit rate {metrics.cache_hit_rate:.0%}, acceptance {metrics.draft_acceptance_rate:.0%}, {speed}")
 print(f"round {middle.round}, {1e3 * (following.start - middle.start):.1f} ms: V verify, B build the cache, A answer, . wait")
 print(picture(timeline.spans, middle.start, following.start))
-if len(sys.argv) > 3:
-    timeline.save(sys.argv[3])
-    print(f"trace of all {len(timeline.spans)} spans written to {sys.argv[3]}")
+if len(sys.argv) > 1:
+    timeline.save(sys.argv[1])
+    print(f"trace of all {len(timeline.spans)} spans written to {sys.argv[1]}")

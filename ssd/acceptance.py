@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssd.specs import Workload
+from ssd.specs import EMBEDDED, Workload
 from ssd.tables import read_table
 
 
@@ -22,11 +22,12 @@ def assumed_acceptance(target: str, draft: str, workload: Workload) -> AssumedAc
     asked = f"{_last(target)} + {_last(draft)}"
     found = next((pair for pair in known if pair.lower() == asked.lower()), None)
     pair = found or next(iter(known))
-    rate = float(known[pair][workload.prompt_set])
+    kind = workload.prompt_set if workload.prompt_set in known[pair] else "code"
+    rate = float(known[pair][kind])
     lent = "" if found else ", another pair: profile yours before you rely on it"
-    where = f"{rate} at every position of {workload.prompt_set} prompts"
+    where = f"{rate} at every position of {kind} prompts"
     return AssumedAcceptance(rate, f"acceptance: {where}, implied by {known[pair]['source']}{lent}")
 
 
 def _last(name: str) -> str:
-    return name.rsplit("/", 1)[-1]
+    return name if name.startswith(EMBEDDED) else name.rsplit("/", 1)[-1]

@@ -28,6 +28,12 @@ def training_device() -> torch.device:
     return accelerator or torch.device("cpu")
 
 
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether matrices multiply faster in bf16 there than in fp32; torch before 2.13 does not say it of a CPU, and it is assumed."""
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device.type != "cpu" or not capabilities or any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def cores(ids: tuple[str, ...]) -> tuple[int, ...]:
     """Return the CPU cores among `ids`."""
     return tuple(int(name.split(":")[1]) for name in ids if name.startswith("cpu:"))

@@ -158,7 +158,7 @@ def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan"], "--target is missing"),
+        (["plan", "--target", "embedded/nothing"], "is not in the package: it has embedded/target and embedded/draft"),
         (["plan", "--bogus"], "No such option: --bogus"),
         (["plan", "--target", "t", "--mode", "warp"], "--mode='warp' is unknown: use ar, sd or ssd"),
         (["plan", "--target", "t", "--objective", "fame"], "--objective='fame' is unknown: use latency, throughput or cost"),

@@ -61,14 +61,21 @@ def distill(out: Path, recipe: DistillRecipe, progress: Progress) -> DraftReport
     student_config(source.config, recipe.shape)
     if (recipe.vocabulary or 0) > source.vocab_size:
         raise ValueError(f"vocabulary={recipe.vocabulary} is more than the {source.vocab_size} tokens of the target: give less, or none")
+    schedule = recipe.schedule
+    if schedule.window > source.max_positions:
+        raise ValueError(f"window={schedule.window} is more than the {source.max_positions} tokens of the target's context: give less")
+    room = source.max_positions - recipe.sample_tokens
+    if room < 1:
+        raise ValueError(
+            f"sample_tokens={recipe.sample_tokens} leaves no room for a prompt in the target's {source.max_positions}: give less"
+        )
     tokenizer = source.tokenizer()
     texts = text_files([Path(name) for name in recipe.text])
-    seen, unseen = _prompts(recipe.prompts, tokenizer)
+    seen, unseen = _prompts(recipe.prompts, tokenizer, min(room, LONGEST_PROMPT))
     begin(out, recipe)
     end = _end(source, tokenizer)
 
     target = _load(source)
-    schedule = recipe.schedule
     own = sampled_stream(target, jobs(seen, recipe.samples), recipe.sample_tokens, end, schedule.seed, out / "samples", progress)
     asked = [Job(tuple(prompt), 1.0) for prompt in unseen]
     held_out = sampled_stream(target, asked, recipe.sample_tokens, end, schedule.seed, out / "held-out", progress)
@@ -84,7 +91,7 @@ def distill(out: Path, recipe: DistillRecipe, progress: Progress) -> DraftReport
             setattr(student.config, DRAFT_VOCABULARY, vocabulary.tolist())
         save(student, tokenizer, folder)
     draft, divergence = _load(locate("draft", str(folder))), last_loss(out / "training")
-    found = report(target, draft, unseen, divergence, end, schedule.seed, progress, vocabulary)
+    found = report(target, draft, unseen, recipe.sample_tokens, divergence, end, schedule.seed, progress, vocabulary)
     found.save(out / "report.json")
     return found
 
@@ -104,12 +111,12 @@ def _end(source: Source, tokenizer: PreTrainedTokenizerBase) -> int:
     return int(end)
 
 
-def _prompts(names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the token ids of the prompts to learn from and of those held out; long ones keep their end."""
+def _prompts(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, longest: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the token ids of the prompts to learn from and of those held out; of long ones the last `longest`."""
     texts = list(dict.fromkeys(text for name in names for text in _texts(name, tokenizer)))
     if len(texts) < FEWEST_PROMPTS:
         raise ValueError(f"prompts={','.join(names)} hold {len(texts)} distinct texts: give {FEWEST_PROMPTS} or more")
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"][-LONGEST_PROMPT:] for text in texts]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"][-longest:] for text in texts]
     seen = [prompt for place, prompt in enumerate(ids) if place % HELD_OUT_SHARE]
     return seen, ids[::HELD_OUT_SHARE]
 

@@ -54,13 +54,13 @@ def agreement(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
+    max_tokens: int,
     temperature: float,
     end: int,
     seed: int,
-    max_tokens: int = 96,
     vocabulary: torch.Tensor | None = None,
 ) -> Agreement:
-    """Compare both on what the target goes on with after each prompt; `vocabulary` (ids) holds all that the draft may propose."""
+    """Compare both on what the target goes on with after each prompt, at most `max_tokens`; the draft proposes `vocabulary` or all."""
     alpha, rejected, accepted = [], [], []
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
@@ -109,15 +109,16 @@ def report(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
+    max_tokens: int,
     divergence: float,
     end: int,
     seed: int,
     progress: Progress,
     vocabulary: torch.Tensor | None = None,
 ) -> DraftReport:
-    """Compare a draft with its target at T = 0, .7 and 1 after held-out prompts."""
+    """Compare a draft with its target at T = 0, .7 and 1 after held-out prompts; `divergence` is passed on."""
     agreements = []
     for place, temperature in enumerate(TEMPERATURES):
         progress("report", place / len(TEMPERATURES))
-        agreements.append(agreement(target, draft, prompts, temperature, end, seed, vocabulary=vocabulary))
+        agreements.append(agreement(target, draft, prompts, max_tokens, temperature, end, seed, vocabulary))
     return DraftReport(divergence=divergence, agreements=tuple(agreements))

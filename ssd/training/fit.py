@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from ssd.devices import training_device
+from ssd.devices import has_fast_bf16, training_device
 from ssd.specs import Spec
 
 Progress = Callable[[str, float], None]
@@ -66,7 +66,7 @@ def fit(
         warmup_steps=max(1, schedule.steps // 20),
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={"num_decay_steps": max(1, schedule.steps // 4), "decay_type": "linear"},
-        bf16=True,
+        bf16=has_fast_bf16(training_device()),
         use_cpu=training_device().type == "cpu",
         seed=schedule.seed,
         train_sampling_strategy="sequential",

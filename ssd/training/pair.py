@@ -36,6 +36,7 @@ HELD_OUT_WINDOWS = 32
 HELD_OUT_PROMPTS = 64
 SAMPLE_PROMPT = 48
 SAMPLE_TOKENS = 208
+REPORT_TOKENS = 96
 
 
 class LlamaShape(Spec):
@@ -71,10 +72,10 @@ class PairRecipe(Spec):
         LlamaShape(layers=12, hidden=256, intermediate=704, heads=4, kv_heads=2),
         description="deep and narrow: slow to verify with, cheap to train (shape)",
     )
-    target_schedule: Schedule = Field(Schedule(steps=2800), description="the target's training (schedule)")
+    target_schedule: Schedule = Field(Schedule(steps=2400), description="the target's training (schedule)")
     draft: LlamaShape = Field(LlamaShape(layers=2, hidden=192, intermediate=384, heads=3, kv_heads=3), description="the draft (shape)")
-    draft_schedule: Schedule = Field(Schedule(steps=2500, learning_rate=2e-3), description="the distillation (schedule)")
-    samples: int = Field(3072, ge=1, description="texts that the target writes for the distillation (count)")
+    draft_schedule: Schedule = Field(Schedule(steps=1500, learning_rate=2e-3), description="the distillation (schedule)")
+    samples: int = Field(2304, ge=1, description="texts that the target writes for the distillation (count)")
 
 
 def recipe_for(target_steps: int | None, draft_steps: int | None, samples: int | None, seed: int) -> PairRecipe:
@@ -101,7 +102,8 @@ def train_pair(out: Path, recipe: PairRecipe, progress: Progress, *, library: Pa
     target = _target(out, recipe, tokenizer, train, held_out, progress)
     draft = _draft(out, recipe, tokenizer, target, train, held_out, progress)
     prompts = [tokenizer(text)["input_ids"] for text in spread(function_heads(held_out), HELD_OUT_PROMPTS)]
-    found = report(target, draft, prompts, last_loss(out / "draft-training"), tokenizer.eos_token_id, recipe.target_schedule.seed, progress)
+    divergence, seed = last_loss(out / "draft-training"), recipe.target_schedule.seed
+    found = report(target, draft, prompts, REPORT_TOKENS, divergence, tokenizer.eos_token_id, seed, progress)
     sizes = target.num_parameters(), draft.num_parameters()
     (out / "README.md").write_text(card(recipe, found, sizes, last_loss(out / "target-training")), encoding="utf-8")
     return found

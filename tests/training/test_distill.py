@@ -1,5 +1,6 @@
 """A draft for a target, from the command's options to an engine that decodes with it."""
 
+import itertools
 import json
 import shutil
 
@@ -15,6 +16,7 @@ from ssd.training.distill import commonest
 from ssd.training.evaluation import DraftReport
 from tests.plans import hand_typed
 
+DEFAULTS = {"--layers": "1", "--window": "16", "--sample-tokens": "12"}
 QUICK = ("--steps", "4", "--batch-size", "2", "--window", "16", "--samples", "12", "--sample-tokens", "12", "--layers", "1")
 
 
@@ -122,13 +124,15 @@ def test_it_goes_on_where_it_ended_and_says_the_same(made, tiny_pair, prompts, c
         (("--vocabulary", "9999"), "vocabulary=9999 is more than the 264 tokens of the target: give less, or none"),
         (("--prompts", "nowhere.txt"), "prompts='nowhere.txt' is neither code nor chat nor a readable text file"),
         (("--text", "nowhere.txt"), "--text='nowhere.txt' cannot be read as UTF-8 text"),
+        (("--window", "97"), "window=97 is more than the 96 tokens of the target's context: give less"),
+        (("--sample-tokens", "96"), "sample_tokens=96 leaves no room for a prompt in the target's 96: give less"),
         (("--steps", "0"), "steps=0: input should be greater than or equal to 1"),
         (("--target", "./nowhere"), "target='./nowhere': no such folder"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_made(tiny_pair, prompts, tmp_path, capsys, words, complaint):
-    given = {"--target": tiny_pair[0], "--out": str(tmp_path / "out"), "--prompts": prompts, "--layers": "1"} | dict([words])
-    assert run(["distill", *[part for pair in given.items() for part in pair]]) == 2
+    given = {"--target": tiny_pair[0], "--out": str(tmp_path / "out"), "--prompts": prompts, **DEFAULTS} | dict([words])
+    assert run(["distill", *itertools.chain(*given.items())]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert complaint in error
@@ -145,13 +149,13 @@ def test_a_mistake_is_one_line_before_anything_is_made(tiny_pair, prompts, tmp_p
 )
 def test_prompts_that_do_not_do_are_refused(tiny_pair, tmp_path, capsys, name, content, complaint):
     (tmp_path / name).write_text(content)
-    words = ["distill", "--target", tiny_pair[0], "--layers", "1", "--out", str(tmp_path / "out"), "--prompts", str(tmp_path / name)]
+    given = {"--target": tiny_pair[0], "--out": str(tmp_path / "out"), "--prompts": str(tmp_path / name), **DEFAULTS}
+    words = ["distill", *itertools.chain(*given.items())]
     assert run(words) == 2
     assert complaint in capsys.readouterr().err
 
 
 def test_a_list_that_does_not_fit_the_draft_is_refused(made, tmp_path):
-
     shutil.copytree(made / "draft", tmp_path / "draft")
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {DRAFT_VOCABULARY: [5, 99999]}))

@@ -19,7 +19,7 @@ def models(tiny_pair):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_a_model_accepts_all_of_its_own_tokens(models, temperature):
-    found = agreement(models[0], models[0], PROMPTS, temperature, END, 0, max_tokens=10)
+    found = agreement(models[0], models[0], PROMPTS, 10, temperature, END, 0)
     assert found.acceptance == pytest.approx(1, abs=1e-6)
     assert temperature or found.hit_if_accepted == (1.0,) * LARGEST
 
@@ -27,7 +27,7 @@ def test_a_model_accepts_all_of_its_own_tokens(models, temperature):
 @torch.no_grad()
 def test_greedy_acceptance_and_hits_are_counted_on_the_targets_own_text(models):
     target, draft = models
-    found = agreement(target, draft, PROMPTS, 0.0, END, 0, max_tokens=10)
+    found = agreement(target, draft, PROMPTS, 10, 0.0, END, 0)
     agreed, ranks, all_ranks = 0, [], []
     for prompt in PROMPTS:
         ids = list(prompt)
@@ -48,14 +48,14 @@ def test_greedy_acceptance_and_hits_are_counted_on_the_targets_own_text(models):
 
 def test_a_draft_that_may_not_propose_a_token_never_hits_with_it(models):
     target, draft = models
-    every = agreement(target, draft, PROMPTS, 1.0, END, 0, max_tokens=10)
-    few = agreement(target, draft, PROMPTS, 1.0, END, 0, max_tokens=10, vocabulary=torch.arange(0, 200, 7))
+    every = agreement(target, draft, PROMPTS, 10, 1.0, END, 0)
+    few = agreement(target, draft, PROMPTS, 10, 1.0, END, 0, vocabulary=torch.arange(0, 200, 7))
     assert few.acceptance < every.acceptance
     assert few.hit_if_accepted[-1] < every.hit_if_accepted[-1]
 
 
 def test_a_report_has_every_temperature_and_its_table_a_row_for_each(models):
-    found = report(*models, PROMPTS, 0.25, END, 0, lambda *_: None)
+    found = report(*models, PROMPTS, 10, 0.25, END, 0, lambda *_: None)
     assert [one.temperature for one in found.agreements] == [0.0, 0.7, 1.0]
     assert len(found.table().splitlines()) == 5
     assert f"{found.agreements[1].acceptance:.3f}" in found.table()
