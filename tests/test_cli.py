@@ -63,7 +63,7 @@ def test_help_comes_without_torch_and_at_once():
     assert answer.stdout.endswith("[]\n")
     # Half a second is the aim; a loaded machine may take longer.
     assert time.monotonic() - begin < 3
-    for command in ("plan", "profile", "bench", "generate"):
+    for command in ("plan", "profile", "bench", "generate", "distill", "train-pair"):
         assert command in answer.stdout
 
 
