@@ -65,6 +65,14 @@ def count(name: str, value: int, least: int) -> int:
     return int(value)
 
 
+def table(name: str, value: ArrayLike) -> FloatArray:
+    """Seconds of a draft step of n = 0, 1, ... branches: one axis, 0 first, never falling."""
+    array = non_negative(name, value)
+    if array.ndim != 1 or array.size < 2 or array[0] != 0 or not np.all(np.diff(array) >= 0):
+        raise ValueError(f"{name}={value!r} must be seconds of a step of n = 0, 1, ... branches, 0 first, never falling: smooth it first")
+    return array
+
+
 def curve(name: str, value: ArrayLike) -> FloatArray:
     """A cumulative hit curve: one axis indexed by F, 0 at F=0, never falling, at most 1 (but for rounding, which is cut off)."""
     array = np.asarray(value, dtype=np.float64)

@@ -26,7 +26,7 @@ def coupled_agreement(p: ArrayLike, q: ArrayLike) -> FloatArray:
         above, below = P[..., ::-1].cumsum(-1)[..., ::-1], Q.cumsum(-1) - Q
         agree = 1 / (above / P + below / Q)
     joint = np.empty_like(agree)
-    np.put_along_axis(joint, order, np.where((P > 0) & (Q > 0), agree, 0.0), -1)
+    np.put_along_axis(joint, order, np.where(P > 0, agree, 0.0), -1)
     return joint
 
 

@@ -53,6 +53,16 @@ def round_seconds(T_v: ArrayLike, T_p: ArrayLike, T_b: ArrayLike, step: ArrayLik
     return np.maximum(verify, build), np.asarray(verify + residual + check.non_negative("T_b", T_b))
 
 
+def blocking_round_seconds(T_v: ArrayLike, T_p: ArrayLike, T_b: ArrayLike) -> tuple[FloatArray, FloatArray]:
+    """Seconds of a round whose outcome hits, max(T_v, T_p), and of one that misses, max(T_v, T_p) + T_b. Broadcasts. [derived]
+
+    For a draft that completes its build before it looks for the outcome, as the paper's own code does. Exact where Theorem 7 is not: for
+    T_p > T_v. theory.interruption has the exact times of a draft that looks after each step.
+    """
+    hit = np.maximum(check.positive("T_v", T_v), check.non_negative("T_p", T_p))
+    return hit, np.asarray(hit + check.non_negative("T_b", T_b))
+
+
 def two_state_seconds_per_token(
     h_after_hit: ArrayLike,
     h_after_miss: ArrayLike,

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from theory.acceptance import expected_tokens
 from theory.speed import (
+    blocking_round_seconds,
     round_seconds,
     sd_seconds_per_token,
     sd_speedup,
@@ -64,6 +65,24 @@ def test_a_miss_waits_half_a_step_only_for_a_busy_draft():
     hit, miss = round_seconds(T_v=np.array([10.0, 10.0]), T_p=np.array([9.0, 12.0]), T_b=2.0, step=1.0)
     np.testing.assert_allclose(hit, [10, 12])
     np.testing.assert_allclose(miss, [12, 12.5])
+
+
+def test_a_draft_that_completes_its_build_makes_a_miss_wait_too():
+    hit, miss = blocking_round_seconds(T_v=10.0, T_p=np.array([9.0, 12.0]), T_b=2.0)
+    np.testing.assert_allclose([hit, miss], [[10, 12], [12, 14]])
+
+
+@given(rate, tokens, tokens, st.floats(0, 1), time)
+def test_blocking_rounds_are_theorem_7_where_the_build_fits(h, E_hit, E_miss, T_p, T_b):
+    rows = blocking_round_seconds(1.0, T_p, T_b)
+    if 0 < h < 1:
+        two = two_state_seconds_per_token(h, h, rows, rows, E_hit, E_miss)
+        np.testing.assert_allclose(1 / two, ssd_speedup(h, E_hit, E_miss, T_p, T_b), rtol=1e-9)
+
+
+@pytest.mark.parametrize(("h", "speed"), [(0.0, 3 / 1.5), (1.0, 5 / 1.2)])
+def test_the_limits_of_theorem_7(h, speed):
+    assert ssd_speedup(h, 5, 3, 1.2, 0.5) == pytest.approx(speed)
 
 
 @given(rate, rate, tokens, tokens, time)
