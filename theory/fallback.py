@@ -30,9 +30,8 @@ def critical_batch(
     with np.errstate(divide="ignore", invalid="ignore"):
         all_hit = lost / (N_s * (waited - fast) - N_f * (waited - slow))
         batch = np.log(all_hit) / np.log(p)
-    # -0.0 where both are equal at any batch size but the slow one loses.
-    crossing = np.where(p > 0, np.abs(batch), 0.0)
-    return np.where((lost <= 0) | (p == 1), np.inf, crossing)
+    # abs: a quotient of -0.0 where both commit alike.
+    return np.where((lost <= 0) | (p == 1), np.inf, np.abs(batch))
 
 
 def first_ahead(batch: ArrayLike, slow: ArrayLike, fast: ArrayLike) -> float:
