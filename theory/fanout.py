@@ -63,10 +63,10 @@ def lagrange(budget: float, length_law: ArrayLike, r: ArrayLike, c: ArrayLike = 
             free = (np.log(law * factor * exponent) - log_multiplier) / (1 + exponent)
         return np.asarray(np.maximum(bound, np.exp(free)))
 
-    # From `high` on no position is above its bound; at `low` one alone would take the whole budget, or a little more.
+    # At `high` every position is at its bound, at `low` one alone takes the whole budget; a little apart, so that rounding decides nothing.
     gain = law * factor * exponent
     high, low = (float(np.log((gain * F ** -(1 + exponent)).max())) for F in (bound, np.full(law.shape, total)))
-    multiplier = float(brentq(lambda x: fan_out(x).sum() - total, low - 1e-6, high, xtol=1e-14)) if bound.sum() < total else high
+    multiplier = float(brentq(lambda x: fan_out(x).sum() - total, low - 1e-6, high + 1e-6, xtol=1e-14))
     return Allocation(fan_out(multiplier), float(np.exp(multiplier)))
 
 

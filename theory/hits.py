@@ -41,20 +41,6 @@ class PowerLaw:
         return self.hit(np.arange(check.count("largest", largest, 0) + 1))
 
 
-def fit_power_law(F: ArrayLike, miss: ArrayLike) -> PowerLaw:
-    """The law c F^-r, without a floor, that is nearest to measured miss rates in the least squares of their logarithms.
-
-    F, miss: [n] fan-outs >= 1 and miss rates in (0, 1], n >= 2. ValueError where no falling law exists.
-    """
-    sizes, rates = check.positive("F", F), check.positive("miss", check.probability("miss", miss))
-    if sizes.ndim != 1 or sizes.shape != rates.shape or np.unique(sizes).size < 2:
-        raise ValueError(f"F={F!r} and miss={miss!r} must be lists of one length with at least two different fan-outs")
-    slope, intercept = np.polyfit(np.log(sizes), np.log(rates), 1)
-    if slope >= 0:
-        raise ValueError(f"miss={miss!r} does not fall as F={F!r} grows: measure more rounds or use the curve itself")
-    return PowerLaw(r=float(-slope), c=float(np.exp(intercept)))
-
-
 def hit_probability(length_law: ArrayLike, fan_out: Sequence[int], curves: Sequence[ArrayLike]) -> float:
     """Probability sum_k P(k) curves[k][F_k] that the outcome of a round is in the cache.
 
