@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from theory import check
 from theory.check import FloatArray, IntArray
+from theory.ranking import best_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +94,13 @@ def bonus_curves(p: ArrayLike, q: ArrayLike, scores: ArrayLike, largest: int) ->
     )
     # What float32 rounds away must not reappear as a rejection.
     target, draft = (law / law.sum(-1, keepdims=True) for law in (target, draft))
-    best = _best(ranked, largest + 1)
+    best = best_first(ranked, largest + 1)
     lost, gained = np.maximum(draft - target, 0), np.maximum(target - draft, 0)
     beta = lost.sum(-1, keepdims=True)
     W, R, accepted = (_cumulative(mass, best, largest + 2) for mass in (lost, gained, target))
     joint = W[..., :-1] * R[..., 1:] + (beta - W[..., :-1]) * R[..., :-1]
     rejected = np.where(beta > 0, joint / np.where(beta > 0, beta, 1), 0.0)
     return BonusCurves(1 - beta[..., 0], rejected, np.minimum(accepted[..., :-1], 1.0))
-
-
-def _best(scores: FloatArray, count: int) -> IntArray:
-    """Indices of the best scores in order, [..., min(count, vocabulary)]; a partition first, as sorting a vocabulary is slow."""
-    count = min(count, scores.shape[-1])
-    among = np.argpartition(-scores, count - 1, axis=-1)[..., :count]
-    order = np.argsort(-np.take_along_axis(scores, among, -1), axis=-1, kind="stable")
-    return np.take_along_axis(among, order, -1)
 
 
 def _cumulative(mass: FloatArray, best: IntArray, size: int) -> FloatArray:

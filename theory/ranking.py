@@ -1,0 +1,18 @@
+"""The order of candidates."""
+
+import numpy as np
+
+from theory.check import FloatArray, IntArray
+
+
+def best_first(scores: FloatArray, count: int) -> IntArray:
+    """Indices of the best scores, best first, [..., min(count, vocabulary)]; equal scores in no particular order.
+
+    A partition first: sorting a whole vocabulary is slow.
+    """
+    count = min(count, scores.shape[-1])
+    if count == 0:
+        return np.empty((*scores.shape[:-1], 0), dtype=np.intp)
+    among = np.argpartition(-scores, count - 1, axis=-1)[..., :count]
+    order = np.argsort(-np.take_along_axis(scores, among, -1), axis=-1, kind="stable")
+    return np.take_along_axis(among, order, -1)
