@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from theory import check
-from theory.check import FloatArray, IntArray
-from theory.ranking import best_first
+from theory.check import FloatArray
+from theory.ranking import best_first, cumulative
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,7 @@ def bonus_curves(p: ArrayLike, q: ArrayLike, scores: ArrayLike, largest: int) ->
     best = best_first(ranked, largest + 1)
     lost, gained = np.maximum(draft - target, 0), np.maximum(target - draft, 0)
     beta = lost.sum(-1, keepdims=True)
-    W, R, accepted = (_cumulative(mass, best, largest + 2) for mass in (lost, gained, target))
+    W, R, accepted = (cumulative(mass, best, largest + 2) for mass in (lost, gained, target))
     joint = W[..., :-1] * R[..., 1:] + (beta - W[..., :-1]) * R[..., :-1]
     rejected = np.where(beta > 0, joint / np.where(beta > 0, beta, 1), 0.0)
     return BonusCurves(1 - beta[..., 0], rejected, np.minimum(accepted[..., :-1], 1.0))
-
-
-def _cumulative(mass: FloatArray, best: IntArray, size: int) -> FloatArray:
-    """Mass in the F best for F = 0..size-1, flat past the end of the vocabulary."""
-    sums = np.cumsum(np.take_along_axis(mass, best, -1), -1)
-    padding = [(0, 0)] * (sums.ndim - 1)
-    return np.pad(np.pad(sums, [*padding, (1, 0)]), [*padding, (0, size - 1 - sums.shape[-1])], mode="edge")

@@ -16,3 +16,10 @@ def best_first(scores: FloatArray, count: int) -> IntArray:
     among = np.argpartition(-scores, count - 1, axis=-1)[..., :count]
     order = np.argsort(-np.take_along_axis(scores, among, -1), axis=-1, kind="stable")
     return np.take_along_axis(among, order, -1)
+
+
+def cumulative(mass: FloatArray, best: IntArray, size: int) -> FloatArray:
+    """Mass [..., vocabulary] of the F first of `best`, for F = 0..size-1, [..., size]; flat past the last of them."""
+    sums = np.cumsum(np.take_along_axis(mass, best, -1), -1)
+    padding = [(0, 0)] * (sums.ndim - 1)
+    return np.pad(np.pad(sums, [*padding, (1, 0)]), [*padding, (0, size - 1 - sums.shape[-1])], mode="edge")
