@@ -16,8 +16,8 @@ from theory.acceptance import accepted_length_law, expected_tokens
 from theory.batch import batched_seconds_per_token
 from theory.check import FloatArray
 from theory.devices import tokens_per_second_per_device
-from theory.fanout import geometric, optimal
 from theory.fallback import critical_batch
+from theory.fanout import geometric, optimal
 from theory.fitting import fit_power_law
 from theory.hits import PowerLaw, hit_probability, stationary_hit_rate
 from theory.speed import blocking_round_seconds, ssd_speedup
