@@ -46,11 +46,16 @@ SAGUARO = {1: (0.617, 0.799), 0.5: (0.637, 0.784), 0.08: (0.720, 0.688), 0.03: (
 REPLICATED = {4: 210.9, 5: 193.6, 6: 175.3, 7: 158.6}  # tokens/s; verification 11.45 ms, step 2.54 ms, 2.83 ms before the first
 
 
-def table(title: str, header: str, rows: list[tuple[str, float, float]], digits: int = 0) -> None:
-    """Print predicted, published, error."""
-    print(f"\n### {title}\n\n| {header} | predicted | published | error |\n|---|---|---|---|")
-    for name, predicted, published in rows:
-        print(f"| {name} | {predicted:.{digits}f} | {published:.{digits}f} | {predicted / published - 1:+.1%} |")
+Pair = tuple[float, float]
+
+
+def table(title: str, header: str, rows: dict[str, list[Pair]], digits: tuple[int, ...] | None = None) -> None:
+    """Print a row of cells `predicted / published (error)` for each name."""
+    print(f"\n**{title}**, predicted / published (error)\n\n| {header} |\n|{'---|' * (header.count('|') + 1)}")
+    for name, pairs in rows.items():
+        places = digits or (0,) * len(pairs)
+        cells = [f"{ours:.{n}f} / {theirs:.{n}f} ({ours / theirs - 1:+.1%})" for (ours, theirs), n in zip(pairs, places, strict=True)]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def laws(temperature: float) -> tuple[PowerLaw, PowerLaw]:
@@ -100,38 +105,34 @@ def greedy_table() -> tuple[float, float]:
     print(
         f"Fitted: T_v = 1/{AR} s, T_SD = {T_sd:.3f} T_v for {K_SD} tokens; acceptance {constants}. Hit rate from the miss rates: {h:.3f}."
     )
-    rows = []
-    for i, (name, (of_sd, of_ssd)) in enumerate(GREEDY.items()):
-        rows += [(f"{name}, SD", float(sd[i]), of_sd), (f"{name}, SSD", float(ssd[i]), of_ssd)]
-    table("Batch 1, greedy (fitted: 8 speeds, 5 constants)", "tokens/s", rows)
+    rows = {name: [(float(sd[i]), GREEDY[name][0]), (float(ssd[i]), GREEDY[name][1])] for i, name in enumerate(GREEDY)}
+    table("Batch 1, greedy: the fit, 8 speeds by 5 constants", "tokens/s | SD | SSD", rows)
     return T_sd, implied_alpha(SWEEP[0.0][0] / AR * (1 + T_sd), K_SD)
 
 
 def qwen_table(T_sd: float) -> None:
     """The other pair, from its SD speeds alone: the same T_SD and hit rate."""
-    h, rows = hit_rate(0.0, F), []
+    h, rows = hit_rate(0.0, F), {}
     for name, (sd, ssd) in QWEN.items():
         alpha = implied_alpha(sd / QWEN_AR * (1 + T_sd), K_SD)
-        rows.append((name, QWEN_AR / AR * float(speeds(T_sd, np.array(alpha), h)[1]), ssd))
-    table("Qwen3-32B/0.6B, SSD (predicted from its SD, all else as above)", "tokens/s", rows)
+        rows[name] = [(QWEN_AR / AR * float(speeds(T_sd, np.array(alpha), h)[1]), ssd)]
+    table("Qwen3-32B/0.6B, SSD from its SD, all else as above", "tokens/s | SSD", rows)
 
 
 def temperature_sweep(T_sd: float) -> None:
     """Acceptance at each temperature is what the SD speed implies; hits and SSD follow."""
-    hits, ssd = [], []
+    rows = {}
     for T, (sd, uniform, shaped, hit_uniform, hit_shaped) in SWEEP.items():
         alpha = implied_alpha(sd / AR * (1 + T_sd), K_SD)
         law, F_k = accepted_length_law(alpha, K), geometric(F * (K + 1), K, alpha, laws(T)[0].r)
-        h = hit_rate(T, F)
-        h_shaped = float(stationary_hit_rate(*(law @ each.hit(F_k) for each in laws(T))))
+        h = hit_rate(T, F), float(stationary_hit_rate(*(law @ each.hit(F_k) for each in laws(T))))
         E = expected_tokens(alpha, K)
-        hits += [(f"T={T:g}, uniform", h, hit_uniform), (f"T={T:g}, geometric", h_shaped, hit_shaped)]
-        for name, rate, published in (("uniform", h, uniform), ("geometric", h_shaped, shaped)):
-            ssd.append((f"T={T:g}, {name} (a={alpha:.2f})", AR * float(ssd_speedup(rate, E, E, 1.0, T_sd * K / K_SD)), published))
-    table("Temperature: hit rate (predicted)", "", hits, 3)
+        speed = [AR * float(ssd_speedup(rate, E, E, 1.0, T_sd * K / K_SD)) for rate in h]
+        rows[f"{T:g} (a = {alpha:.2f})"] = list(zip([*h, *speed], [hit_uniform, hit_shaped, uniform, shaped], strict=True))
+    header = "temperature | hit rate, uniform | hit rate, geometric | SSD, uniform | SSD, geometric"
+    table("Temperature: acceptance from the SD speed, hits from the miss rates", header, rows, (3, 3, 0, 0))
     needed = [f"T={T:g}: {brentq(lambda size, T=T: hit_rate(T, size) - SWEEP[T][3], 1, 64):.1f}" for T in SWEEP]
     print(f"\nFan-out at which the fitted curves give the published hit rate: {', '.join(needed)}.")
-    table("Temperature: SSD (predicted, acceptance from the SD speed)", "tokens/s", ssd)
 
 
 @dataclass(frozen=True)
@@ -180,28 +181,23 @@ def show_batch(fitted_to: str, known: Batched) -> None:
         f"\nFitted to {fitted_to}: hit rate with F=1 {known.h:.3f}, {known.E_fast:.2f} tokens after a miss with the fast backup"
         f" ({float(expected_tokens(known.alpha, K)):.2f} with `jit`), a verification grows by {known.growth:.2%} a token."
     )
-    rows: list[list[tuple[str, float, float]]] = [[], [], [], []]
+    rows = {}
     for b, (fast, jit, sd, _) in BATCH.items():
-        predicted = known.ssd(b, False), known.ssd(b, True), known.sd(b)
-        for row, each, published in zip(rows, predicted, (fast, jit, sd), strict=False):
-            row.append((f"b={b}", each, published))
-        per_device = tokens_per_second_per_device([1 / max(predicted[:2]), 1 / predicted[2]], [TARGET_DEVICES + 1, TARGET_DEVICES], b)
-        rows[3].append((f"b={b}", float(per_device[0] / per_device[1]), COST[b]))
-    for row, title in zip(rows, ("SSD with the fast backup", "SSD with `jit`", "SD"), strict=False):
-        table(f"Batch: {title}", "tokens/s", row)
-    table("Cost: tokens/s per GPU, SSD over SD", "", rows[3], 2)
+        of_fast, of_jit, of_sd = known.ssd(b, False), known.ssd(b, True), known.sd(b)
+        per_device = tokens_per_second_per_device([1 / max(of_fast, of_jit), 1 / of_sd], [TARGET_DEVICES + 1, TARGET_DEVICES], b)
+        rows[f"{b}"] = [(of_fast, fast), (of_jit, jit), (of_sd, sd), (float(per_device[0] / per_device[1]), COST[b])]
+    header = "batch | SSD, fast backup | SSD, `jit` | SD | per GPU, SSD over SD"
+    table("Batch, tokens/s of a sequence, and cost", header, rows, (0, 0, 0, 2))
 
 
 def devices(known: Batched) -> None:
     """Budgets grow with the draft's devices, so does F at batch 16: hits gain on that of one device what the fitted power laws gain."""
-    rows, per_gpu, base = [], [], hit_rate(0.0, 1)
+    rows, base = {}, hit_rate(0.0, 1)
     for n, (published, each) in DEVICES.items():
         h = 1 - (1 - known.h) * (1 - hit_rate(0.0, n)) / (1 - base)
         speed = replace(known, h=h).ssd(16, False)
-        rows.append((f"{n} draft GPUs", speed, published))
-        per_gpu.append((f"{n} draft GPUs", float(tokens_per_second_per_device(1 / speed, TARGET_DEVICES + n, 16)), each))
-    table("Draft devices at b=16, constants as in the batch sweep", "tokens/s", rows)
-    table("Draft devices at b=16, per GPU", "tokens/s", per_gpu)
+        rows[f"{n}"] = [(speed, published), (float(tokens_per_second_per_device(1 / speed, TARGET_DEVICES + n, 16)), each)]
+    table("More draft devices at batch 16, constants as in the last table", "draft GPUs | tokens/s of a sequence | tokens/s per GPU", rows)
     print(f"\nIf every round hit: {replace(known, h=1.0).ssd(16, False):.0f} tokens/s.")
 
 
@@ -215,16 +211,18 @@ def replication() -> None:
         hit, miss = blocking_round_seconds(T_v, T_p, T_b)
         return E / (h * float(hit) + (1 - h) * float(miss if exact else T_v + T_b))
 
-    for exact in (True, False):
-        alpha = float(brentq(lambda a, exact=exact: speed(a, 4, exact) - REPLICATED[4], 0.1, 0.999))
-        rows = [(f"K={K}", speed(alpha, K, exact), published) for K, published in REPLICATED.items()]
-        what = "a miss finds the draft busy until T_p" if exact else "Theorem 7"
-        table(f"Replication, {what} (acceptance {alpha:.3f} fitted at K=4, hit rate {h:.2f})", "tokens/s", rows, 1)
+    alphas = [float(brentq(lambda a, exact=exact: speed(a, 4, exact) - REPLICATED[4], 0.1, 0.999)) for exact in (True, False)]
+    rows = {
+        f"{K}": [(speed(a, K, exact), published) for a, exact in zip(alphas, (True, False), strict=True)]
+        for K, published in REPLICATED.items()
+    }
+    header = f"K | a miss finds the draft busy until T_p (a = {alphas[0]:.3f}) | Theorem 7 (a = {alphas[1]:.3f})"
+    table(f"Replication on Qwen3-32B/0.6B, acceptance fitted at K=4, hit rate {h:.2f}, tokens/s", header, rows, (1, 1))
 
 
 def assumptions(T_sd: float) -> None:
     """The numbers of the section on assumptions."""
-    print("\n### Assumptions\n")
+    print("\n**Assumptions**\n")
     F_grid = np.array(SIZES, float)
     for T, states in MISSES.items():
         for name, miss in zip(("hit", "miss"), states, strict=True):
