@@ -164,7 +164,7 @@ def batch_sweep(T_sd: float, alpha: float) -> None:
     """First with one constant more, E of the fast backup; then also the F=1 hit rate and the growth of a verification."""
     E, (fast, jit, _, ar) = float(expected_tokens(alpha, K)), BATCH[1]
     h = hit_rate(0.0, 1)
-    show_batch("nothing more", Batched(T_sd, alpha, h, (fast / ar - h * E) / (1 - h), 0.0))
+    show_batch("the fast backup at b=1", Batched(T_sd, alpha, h, (fast / ar - h * E) / (1 - h), 0.0))
     h = 1 - (E * ar / jit - 1) * AR / ar / (T_sd * K / K_SD)
     growth = (BATCH[16][3] * (float(expected_tokens(alpha, K_SD)) / BATCH[16][2] - T_sd / AR) - 1) / (16 * K_SD)
     # The verification of one sequence grows too, by so little that the two constants fitted at batch 1 hardly move.
@@ -235,7 +235,10 @@ def assumptions(T_sd: float) -> None:
             )
     for T in MISSES:
         after_hit, after_miss = (float(law.hit(F)) for law in laws(T))
-        print(f"- T={T:g}, F={F}: hits {after_hit:.3f} after a hit, {after_miss:.3f} after a miss, {hit_rate(T, F):.3f} in the long run")
+        chain, T_b = hit_rate(T, F), T_sd * K / K_SD
+        too_fast = (1 + (1 - chain) * T_b) / (1 + (1 - after_hit) * T_b) - 1
+        rates = f"{after_hit:.3f} after a hit, {after_miss:.3f} after a miss, {chain:.3f} in the long run"
+        print(f"- T={T:g}, F={F}: hits {rates}; taking the first for all rounds: {too_fast:+.1%} speed")
     for K_ in (2, 4, 6, 7):
         by_C = [
             AR * float(ssd_speedup(h, expected_tokens(a, K_), expected_tokens(a, K_), 1.0, T_sd * K_ / K_SD)) for h, a in SAGUARO.values()
