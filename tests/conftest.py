@@ -4,6 +4,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
+from hypothesis import settings
+
+# Laws are tested, not speed: a busy machine is no failure.
+settings.register_profile("ssd", deadline=None)
+settings.load_profile("ssd")
 
 
 @pytest.fixture(autouse=True, scope="session")

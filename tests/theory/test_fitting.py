@@ -41,7 +41,7 @@ def log_likelihood(law: PowerLaw, counts, beyond) -> float:
 
 
 @given(st.floats(0.2, 1.5), st.floats(0.2, 0.8), st.floats(0.02, 0.2))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_expected_counts_give_back_the_law(r, c, floor):
     counts = 1e6 * chances(PowerLaw(r, c, floor), 32)
     law = fit_rank_counts(counts[:-1], round(counts[-1])).law

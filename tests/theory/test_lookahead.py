@@ -18,7 +18,7 @@ REJECTED, ACCEPTED = PowerLaw(0.5, 0.3).curve(40), PowerLaw(0.5, 0.2).curve(40)
     st.lists(st.floats(0.05, 2), min_size=4, max_size=4),
     st.lists(st.floats(0, 1), min_size=2, max_size=2),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_each_lookahead_is_the_fastest_of_all_fan_outs(T_v, catch_up, increments, acceptance):
     step = np.concatenate([[0], np.cumsum(increments)])
     for found in lookaheads(T_v, catch_up, step, acceptance, REJECTED, ACCEPTED):

@@ -2,7 +2,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from theory.coupling import coupled_acceptance_rate
@@ -34,7 +34,6 @@ def test_the_curve_is_what_gumbel_noise_gives(seed):
 
 
 @given(seeds, st.integers(1, 8), st.integers(0, 10))
-@settings(deadline=None)
 def test_the_curves_rise_to_all_that_the_candidates_hold(seed, vocabulary, largest):
     r, q = pair(seed, vocabulary)
     for curve in (shared_noise_curve(r, q, largest), ranked_curve(r, q, largest)):

@@ -69,7 +69,7 @@ def test_acceptance_rises_as_the_factor_falls_where_the_draft_is_too_sure():
 
 
 @given(seeds, st.integers(1, 4))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_the_curves_are_means_over_the_pairs_of_exact_chances(seed, n):
     p, q = pair(seed, 5, n)
     curves = saguaro_curves(p, q, FACTORS, [1, 3])
@@ -116,7 +116,7 @@ def test_the_round_is_theorem_7_on_the_law_of_accepted_lengths(seed, K, T_p, T_b
 
 
 @given(seeds, st.integers(1, 4), st.floats(0, 2), st.floats(0, 2))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_best_factors_are_the_best_of_all_combinations(seed, K, T_p, T_b):
     a, hit, H = table(seed, 3, K)
     each = [saguaro_round(choice, a, hit, H, T_p, T_b).speedup for choice in product(range(3), repeat=K)]
