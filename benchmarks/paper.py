@@ -103,8 +103,9 @@ def greedy_table() -> tuple[float, float]:
     sd, ssd = speeds(T_sd, np.array(list(alphas.values())), h)
     constants = ", ".join(f"{name} {alpha:.3f}" for name, alpha in alphas.items())
     print(
-        f"Fitted: T_v = 1/{AR} s, T_SD = {T_sd:.3f} T_v for {K_SD} tokens; acceptance {constants}. Hit rate from the miss rates: {h:.3f}."
+        f"Fitted: T_v = 1/{AR} s; T_SD = {T_sd:.3f} T_v for {K_SD} tokens, {T_sd / AR / K_SD * 1e3:.1f} ms a token; acceptance {constants}."
     )
+    print(f"Hit rate from the miss rates: {h:.3f}.")
     rows = {name: [(float(sd[i]), GREEDY[name][0]), (float(ssd[i]), GREEDY[name][1])] for i, name in enumerate(GREEDY)}
     table("Batch 1, greedy: the fit, 8 speeds by 5 constants", "tokens/s | SD | SSD", rows)
     return T_sd, implied_alpha(SWEEP[0.0][0] / AR * (1 + T_sd), K_SD)
