@@ -72,8 +72,8 @@ def distill(out: Path, recipe: DistillRecipe, progress: Progress) -> DraftReport
     tokenizer = source.tokenizer()
     texts = text_files([Path(name) for name in recipe.text])
     seen, unseen = _prompts(recipe.prompts, tokenizer, min(room, LONGEST_PROMPT))
-    begin(out, recipe)
     end = _end(source, tokenizer)
+    begin(out, recipe)
 
     target = _load(source)
     own = sampled_stream(target, jobs(seen, recipe.samples), recipe.sample_tokens, end, schedule.seed, out / "samples", progress)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ssd.specs import Spec
 from ssd.training.samples import BATCH, continuations
 from theory.hits import bonus_curves
+from theory.sampling import sampling_law
 
 Progress = Callable[[str, float], None]
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -95,14 +96,13 @@ def _laws(
     model: PreTrainedModel, ids: torch.Tensor, chosen: slice, temperature: float, vocabulary: torch.Tensor | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the laws of the tokens at the places `chosen` and the logits, [positions, vocabulary], fp64."""
-    logits = model(input_ids=ids, use_cache=False).logits[0, chosen].double()
+    logits = model(input_ids=ids, use_cache=False).logits[0, chosen].double().cpu().numpy()
     if vocabulary is not None:
-        kept = torch.full_like(logits, float("-inf"))
-        kept[:, vocabulary] = logits[:, vocabulary]
+        kept = np.full_like(logits, -np.inf)
+        listed = vocabulary.cpu().numpy()
+        kept[:, listed] = logits[:, listed]
         logits = kept
-    greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    law = (logits / temperature).softmax(-1) if temperature else greedy
-    return law.cpu().numpy(), logits.cpu().numpy()
+    return sampling_law(logits, temperature), logits
 
 
 def report(

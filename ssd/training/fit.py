@@ -13,7 +13,6 @@ from pydantic import Field
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from ssd.devices import has_fast_bf16, training_device
 from ssd.specs import Spec
@@ -83,12 +82,17 @@ def fit(
     run = trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out, callbacks=[_Report(folder, progress)])
     for callback in (PrinterCallback, ProgressCallback):
         run.remove_callback(callback)
-    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None  # type: ignore[no-untyped-call]
-    run.train(resume_from_checkpoint=last)
+    run.train(resume_from_checkpoint=_last_complete(checkpoints))
     loss = float(run.evaluate()["eval_loss"])
     if not math.isfinite(loss):
         raise RuntimeError(f"the loss is {loss} after training: lower the learning rate, now {schedule.learning_rate}")
     return loss
+
+
+def _last_complete(checkpoints: Path) -> str | None:
+    """Return the last checkpoint that was written to its end: its state comes last."""
+    complete = [state.parent for state in checkpoints.glob("checkpoint-*/trainer_state.json")]
+    return str(max(complete, key=lambda path: int(path.name.removeprefix("checkpoint-")))) if complete else None
 
 
 def last_loss(folder: Path) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -41,8 +43,20 @@ def _short(value: object) -> str:
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the model in bfloat16, with its tokenizer, as an ordinary transformers folder; it appears when it is complete."""
+    with _whole(folder) as part:
+        model.to(torch.bfloat16).save_pretrained(part)  # type: ignore[arg-type]
+        tokenizer.save_pretrained(part)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer alone; its folder appears when it is complete."""
+    with _whole(folder) as part:
+        tokenizer.save_pretrained(part)
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(part)  # type: ignore[arg-type]
-    tokenizer.save_pretrained(part)
+    yield part
     part.rename(folder)

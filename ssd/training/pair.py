@@ -27,7 +27,7 @@ from ssd.training.data import Rows, Tokens, Windows, cut, shuffled, spread, stre
 from ssd.training.distiller import distil
 from ssd.training.evaluation import DraftReport, report
 from ssd.training.fit import Schedule, fit, last_loss
-from ssd.training.folder import begin, save
+from ssd.training.folder import begin, save, save_tokenizer
 from ssd.training.samples import TEMPERATURES, Job, sampled_stream
 from ssd.training.tokenizer import train_tokenizer
 
@@ -74,7 +74,7 @@ class PairRecipe(Spec):
     )
     target_schedule: Schedule = Field(Schedule(steps=2400), description="the target's training (schedule)")
     draft: LlamaShape = Field(LlamaShape(layers=2, hidden=192, intermediate=384, heads=3, kv_heads=3), description="the draft (shape)")
-    draft_schedule: Schedule = Field(Schedule(steps=1500, learning_rate=2e-3), description="the distillation (schedule)")
+    draft_schedule: Schedule = Field(Schedule(steps=1000, learning_rate=2e-3), description="the distillation (schedule)")
     samples: int = Field(2304, ge=1, description="texts that the target writes for the distillation (count)")
 
 
@@ -91,83 +91,75 @@ def recipe_for(target_steps: int | None, draft_steps: int | None, samples: int |
 def train_pair(out: Path, recipe: PairRecipe, progress: Progress, *, library: Path | None = None) -> DraftReport:
     """Make tokenizer, target and draft in `out`, each an ordinary transformers folder, and a model card; go on from what is there.
 
-    library: the folder of sources to train on, by default this interpreter's standard library.
-
-    ValueError where `out` holds something else, or a training begun with another recipe.
+    library: the folder of sources to train on, by default this interpreter's standard library. ValueError where `out` holds something
+    else, or a training begun with another recipe.
     """
     train, held_out = standard_library(library)
     begin(out, recipe)
-    progress("tokenizer", 0.0)
-    tokenizer = _tokenizer(out, recipe, train)
-    target = _target(out, recipe, tokenizer, train, held_out, progress)
-    draft = _draft(out, recipe, tokenizer, target, train, held_out, progress)
-    prompts = [tokenizer(text)["input_ids"] for text in spread(function_heads(held_out), HELD_OUT_PROMPTS)]
-    divergence, seed = last_loss(out / "draft-training"), recipe.target_schedule.seed
-    found = report(target, draft, prompts, REPORT_TOKENS, divergence, tokenizer.eos_token_id, seed, progress)
-    sizes = target.num_parameters(), draft.num_parameters()
-    (out / "README.md").write_text(card(recipe, found, sizes, last_loss(out / "target-training")), encoding="utf-8")
-    return found
+    return _PairTraining(out, recipe, progress, train, held_out).run()
 
 
-def _tokenizer(out: Path, recipe: PairRecipe, documents: list[Document]) -> PreTrainedTokenizerBase:
-    folder = out / "tokenizer"
-    if not folder.is_dir():
-        context = min(recipe.target_schedule.window, recipe.draft_schedule.window)
-        train_tokenizer(documents, recipe.vocab_size, context).save_pretrained(folder)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    return tokenizer
+class _PairTraining:
+    """The stages, each done once: what it leaves in the folder is taken from there."""
 
+    def __init__(self, out: Path, recipe: PairRecipe, progress: Progress, train: list[Document], held_out: list[Document]) -> None:
+        self.out, self.recipe, self.progress, self.train, self.held_out = out, recipe, progress, train, held_out
+        self.tokenizer = self._tokenizer()
+        self.end: int = self.tokenizer.eos_token_id
+        self.text = training_stream(train, self.tokenizer, recipe.target_schedule.seed)
 
-def _target(
-    out: Path,
-    recipe: PairRecipe,
-    tokenizer: PreTrainedTokenizerBase,
-    train: list[Document],
-    held_out: list[Document],
-    progress: Progress,
-) -> PreTrainedModel:
-    folder, schedule = out / "target", recipe.target_schedule
-    if not folder.is_dir():
-        set_seed(schedule.seed)
-        model = LlamaForCausalLM(recipe.target.config(tokenizer, schedule.window))
-        text = Windows(training_stream(train, tokenizer, schedule.seed), schedule.window, schedule.items, schedule.seed)
-        unseen = Rows(cut(stream(held_out, tokenizer), schedule.window, HELD_OUT_WINDOWS))
-        fit(model, text, unseen, schedule, out / "target-training", progress)
-        save(model, tokenizer, folder)
-    return _load(folder)
+    def run(self) -> DraftReport:
+        """Go through all of them."""
+        target = self._target()
+        draft = self._draft(target)
+        prompts = [self.tokenizer(text)["input_ids"] for text in spread(function_heads(self.held_out), HELD_OUT_PROMPTS)]
+        divergence, seed = last_loss(self.out / "draft-training"), self.recipe.target_schedule.seed
+        found = report(target, draft, prompts, REPORT_TOKENS, divergence, self.end, seed, self.progress)
+        sizes = target.num_parameters(), draft.num_parameters()
+        text = card(self.recipe, found, sizes, last_loss(self.out / "target-training"))
+        (self.out / "README.md").write_text(text, encoding="utf-8")
+        return found
 
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        self.progress("tokenizer", 0.0)
+        folder = self.out / "tokenizer"
+        if not folder.is_dir():
+            save_tokenizer(train_tokenizer(self.train, self.recipe.vocab_size, self.recipe.target_schedule.window), folder)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        return tokenizer
 
-def _draft(
-    out: Path,
-    recipe: PairRecipe,
-    tokenizer: PreTrainedTokenizerBase,
-    target: PreTrainedModel,
-    train: list[Document],
-    held_out: list[Document],
-    progress: Progress,
-) -> PreTrainedModel:
-    folder, schedule = out / "draft", recipe.draft_schedule
-    if not folder.is_dir():
-        text = training_stream(train, tokenizer, recipe.target_schedule.seed)
-        own = _samples(out, recipe, text, target, tokenizer, progress)
-        set_seed(schedule.seed)
-        draft = LlamaForCausalLM(recipe.draft.config(tokenizer, int(target.config.max_position_embeddings)))
-        unseen = cut(stream(held_out, tokenizer), schedule.window, HELD_OUT_WINDOWS)
-        distil(target, draft, [own, text], unseen, schedule, out / "draft-training", progress)
-        save(draft, tokenizer, folder)
-    return _load(folder)
+    def _target(self) -> PreTrainedModel:
+        folder, schedule = self.out / "target", self.recipe.target_schedule
+        if not folder.is_dir():
+            set_seed(schedule.seed)
+            model = LlamaForCausalLM(self.recipe.target.config(self.tokenizer, schedule.window))
+            windows = Windows(self.text, schedule.window, schedule.items, schedule.seed)
+            fit(model, windows, Rows(self._unseen(schedule)), schedule, self.out / "target-training", self.progress)
+            save(model, self.tokenizer, folder)
+        return _load(folder)
 
+    def _draft(self, target: PreTrainedModel) -> PreTrainedModel:
+        folder, schedule = self.out / "draft", self.recipe.draft_schedule
+        if not folder.is_dir():
+            own = self._samples(target)
+            set_seed(schedule.seed)
+            draft = LlamaForCausalLM(self.recipe.draft.config(self.tokenizer, self.recipe.target_schedule.window))
+            streams = [own, self.text]
+            distil(target, draft, streams, self._unseen(schedule), schedule, self.out / "draft-training", self.progress)
+            save(draft, self.tokenizer, folder)
+        return _load(folder)
 
-def _samples(
-    out: Path, recipe: PairRecipe, text: Tokens, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: Progress
-) -> Tokens:
-    begins = np.random.default_rng(recipe.draft_schedule.seed).integers(len(text) - SAMPLE_PROMPT, size=recipe.samples)
-    wanted = [
-        Job(tuple(text[begin : begin + SAMPLE_PROMPT].tolist()), TEMPERATURES[place % len(TEMPERATURES)])
-        for place, begin in enumerate(begins)
-    ]
-    end, seed = tokenizer.eos_token_id, recipe.draft_schedule.seed
-    return sampled_stream(target, wanted, SAMPLE_TOKENS, end, seed, out / "samples", progress)
+    def _samples(self, target: PreTrainedModel) -> Tokens:
+        count, seed = self.recipe.samples, self.recipe.draft_schedule.seed
+        begins = np.random.default_rng(seed).integers(len(self.text) - SAMPLE_PROMPT, size=count)
+        wanted = [
+            Job(tuple(self.text[begin : begin + SAMPLE_PROMPT].tolist()), TEMPERATURES[place % len(TEMPERATURES)])
+            for place, begin in enumerate(begins)
+        ]
+        return sampled_stream(target, wanted, SAMPLE_TOKENS, self.end, seed, self.out / "samples", self.progress)
+
+    def _unseen(self, schedule: Schedule) -> Tokens:
+        return cut(stream(self.held_out, self.tokenizer), schedule.window, HELD_OUT_WINDOWS)
 
 
 def training_stream(documents: list[Document], tokenizer: PreTrainedTokenizerBase, seed: int) -> Tokens:

@@ -48,6 +48,15 @@ def test_a_run_that_was_broken_off_gives_the_weights_of_one_that_was_not(tmp_pat
         assert torch.equal(ours, theirs)
 
 
+def test_a_checkpoint_that_was_not_written_to_its_end_does_not_count(tmp_path):
+    net = model()
+    loss = run(tmp_path, net)
+    torn = tmp_path / "checkpoints" / "checkpoint-99"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"half")
+    assert run(tmp_path, model()) == loss
+
+
 def test_training_learns_notes_its_losses_and_tells_how_it_comes_along(tmp_path):
     heard = []
     net = model()
