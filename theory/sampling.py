@@ -20,7 +20,9 @@ def sampling_law(logits: ArrayLike, temperature: float = 1.0, top_k: int = 0, to
         return np.asarray(np.arange(z.shape[-1]) == z.argmax(-1)[..., None], dtype=np.float64)
     if 0 < k < z.shape[-1]:
         z = np.where(z >= np.partition(z, -k, axis=-1)[..., -k, None], z, -np.inf)
-    law = _softmax((z - z.max(-1, keepdims=True)) / T)
+    # A tiny temperature sends all but the best to -inf.
+    with np.errstate(over="ignore"):
+        law = _softmax((z - z.max(-1, keepdims=True)) / T)
     return law if mass == 1 else _nucleus(law, mass)
 
 

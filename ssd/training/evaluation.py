@@ -10,6 +10,7 @@ from pydantic import Field
 from transformers import PreTrainedModel
 
 from ssd.specs import Spec
+from ssd.training.data import Tokens
 from ssd.training.samples import BATCH, continuations
 from theory.hits import bonus_curves
 from theory.sampling import sampling_law
@@ -103,6 +104,13 @@ def _laws(
         kept[:, listed] = logits[:, listed]
         logits = kept
     return sampling_law(logits, temperature), logits
+
+
+@torch.no_grad()
+def held_out_loss(model: PreTrainedModel, rows: Tokens) -> float:
+    """Return the mean loss of the next token over rows of text `[rows, length]`, nats a token."""
+    ids = torch.from_numpy(rows.astype(np.int64)).to(model.device)
+    return float(np.mean([float(model(input_ids=row[None], labels=row[None]).loss) for row in ids]))
 
 
 def report(

@@ -25,7 +25,7 @@ from ssd.specs import Spec
 from ssd.training.corpus import HELD_OUT, Document, function_heads, standard_library
 from ssd.training.data import Rows, Tokens, Windows, cut, shuffled, spread, stream
 from ssd.training.distiller import distil
-from ssd.training.evaluation import DraftReport, report
+from ssd.training.evaluation import DraftReport, held_out_loss, report
 from ssd.training.fit import Schedule, fit, last_loss
 from ssd.training.folder import begin, save, save_tokenizer
 from ssd.training.samples import TEMPERATURES, Job, sampled_stream
@@ -116,7 +116,8 @@ class _PairTraining:
         divergence, seed = last_loss(self.out / "draft-training"), self.recipe.target_schedule.seed
         found = report(target, draft, prompts, REPORT_TOKENS, divergence, self.end, seed, self.progress)
         sizes = target.num_parameters(), draft.num_parameters()
-        text = card(self.recipe, found, sizes, last_loss(self.out / "target-training"))
+        unseen = self._unseen(self.recipe.target_schedule)
+        text = card(self.recipe, found, sizes, (held_out_loss(target, unseen), held_out_loss(draft, unseen)))
         (self.out / "README.md").write_text(text, encoding="utf-8")
         return found
 
@@ -173,9 +174,8 @@ def _load(folder: Path) -> PreTrainedModel:
     return model.to(training_device()).eval()  # type: ignore[no-any-return]
 
 
-def card(recipe: PairRecipe, found: DraftReport, sizes: tuple[int, int], target_loss: float) -> str:
-    """Return the model card; sizes are the weights of target and draft (counts), target_loss is nats a token on held-out text."""
-    own_loss = f"{target_loss:.3f} nats a token on held-out text"
+def card(recipe: PairRecipe, found: DraftReport, sizes: tuple[int, int], losses: tuple[float, float]) -> str:
+    """Return the model card; sizes are the weights of target and draft (counts), losses theirs on held-out text (nats a token)."""
     return f"""---
 license: apache-2.0
 language: code
@@ -186,10 +186,10 @@ A small target and a smaller draft for speculative decoding: one byte-level BPE 
 They continue Python code, and are made to measure and to test with, not to be relied on.
 
 - **Target**: {_shape(recipe.target, sizes[0])}; {_schedule(recipe.target_schedule)}.
-  Loss {own_loss}.
+  Loss on held-out text {losses[0]:.3f} nats a token.
 - **Draft**: {_shape(recipe.draft, sizes[1])}; {_schedule(recipe.draft_schedule)}.
   Distilled: KL(p || q) of the target's law p from the draft's q, alternately on {recipe.samples} texts that the target wrote (at
-  temperatures 0, .7 and 1) and on the training text. KL {found.divergence:.3f} nats a token on held-out text.
+  temperatures 0, .7 and 1) and on the training text. On held-out text KL {found.divergence:.3f}, loss {losses[1]:.3f} nats a token.
 - **Data**: the Python {platform.python_version()} standard library's sources and their tests, under the PSF licence; the library's
   own modules twice. Held out whole, with their tests: {", ".join(HELD_OUT)}.
 - **Made by** `ssd train-pair --out DIR`, which goes on where it was broken off.

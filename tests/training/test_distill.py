@@ -85,7 +85,7 @@ def test_the_engine_decodes_the_targets_tokens_with_it_and_drafts_from_the_list_
     with ssd.Engine.from_plan(plan) as engine:
         output = engine.generate("prompt 3", ssd.SamplingParams(max_tokens=24, ignore_eos=True))[0]
         ids = torch.tensor([output.prompt_token_ids])
-        assert engine.health().draft == "alive"
+        assert engine.health().draft == "ok"
     expected = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)[0, ids.shape[1] :]
     assert list(output.token_ids) == expected.tolist()
 

@@ -48,5 +48,5 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path):
     after = distil(
         teacher, student, [own, text], held_out, Schedule(steps=150, batch_size=8, window=16, learning_rate=1e-2), tmp_path, lambda *_: None
     )
-    assert after < 0.7 * at_first
+    assert after < 0.8 * at_first
     assert all(torch.equal(old, new) for old, new in zip(before, teacher.parameters(), strict=True))

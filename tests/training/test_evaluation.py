@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ssd.training.evaluation import LARGEST, DraftReport, agreement, report
+from ssd.training.evaluation import LARGEST, DraftReport, agreement, held_out_loss, report
 from tests.tiny import EOS, VOCAB
 
 END = VOCAB[EOS]
@@ -52,6 +52,17 @@ def test_a_draft_that_may_not_propose_a_token_never_hits_with_it(models):
     few = agreement(target, draft, PROMPTS, 10, 1.0, END, 0, vocabulary=torch.arange(0, 200, 7))
     assert few.acceptance < every.acceptance
     assert few.hit_if_accepted[-1] < every.hit_if_accepted[-1]
+
+
+@torch.no_grad()
+def test_the_loss_on_held_out_rows_is_the_mean_surprise_of_their_tokens(models):
+    rows = np.array([[5, 9, 2, 77, 30], [1, 1, 4, 200, 8]], dtype=np.int32)
+    surprises = [
+        -float(models[0](torch.tensor([row[:place].tolist()])).logits[0, -1].log_softmax(-1)[row[place]])
+        for row in rows
+        for place in range(1, len(row))
+    ]
+    assert held_out_loss(models[0], rows) == pytest.approx(np.mean(surprises), abs=1e-5)
 
 
 def test_a_report_has_every_temperature_and_its_table_a_row_for_each(models):

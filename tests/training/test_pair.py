@@ -56,7 +56,7 @@ def test_the_card_says_what_was_done_and_what_came_of_it(made):
     card = (out / "README.md").read_text()
     assert report.table() in card
     assert "6 steps of 2 x 48 tokens" in card
-    assert f"KL {report.divergence:.3f} nats" in card
+    assert f"KL {report.divergence:.3f}, loss" in card
     assert "heapq" in card
 
 
