@@ -1,6 +1,6 @@
 """Saguaro sampling on a real pair: one C for all positions against one C_k per position, by Theorem 7.
 
-python benchmarks/saguaro.py --target FOLDER --draft FOLDER [--temperature 1] [--fan-out 2 2 2 2 3] [--save pairs.npz]
+python benchmarks/saguaro.py --target MODEL --draft MODEL [--temperature 1] [--fan-out 2 2 2 2 3] [--save pairs.npz]
 python benchmarks/saguaro.py --arrays pairs.npz             # p and q, [positions, vocabulary] each, saved before or elsewhere
 
 The target draws texts on the prompts; p and q are both models' laws at every drawn token. Every position of a round is given the same
@@ -32,10 +32,13 @@ def drawn(args: argparse.Namespace) -> Pairs:
     """Yield both models' laws at the tokens of each text, drawn by the target."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    models = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval() for name in (args.target, args.draft)]
+    from ssd.models import locate
+
+    sources = [locate("target", args.target), locate("draft", args.draft)]
+    tokenizer = sources[0].tokenizer()
+    models = [AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval() for source in sources]
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     if args.temperature == 0:
