@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--prompt-set", default="code", choices=["code", "chat"])
+    parser.add_argument("--prompt-set", default="code", choices=["code", "chat", "library"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fan-out", type=int, nargs="+", default=[2, 2, 2, 2, 3], help="F_0 .. F_K")
     parser.add_argument("--T-p", type=float, default=1.0, help="building the cache")
