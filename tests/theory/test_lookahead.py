@@ -29,6 +29,7 @@ def test_each_lookahead_is_the_fastest_of_all_fan_outs(T_v, catch_up, increments
                 round_seconds = max(T_v, catch_up + found.K * step[sum(fan_out)])
                 speeds.append((round_seconds + (1 - h) * found.K * step[1]) / E)
         assert found.seconds_per_token == pytest.approx(min(speeds))
+        assert found.seconds_per_token == pytest.approx((max(T_v, found.T_p) + (1 - found.h) * found.K * step[1]) / E)
 
 
 def test_the_fastest_comes_first_and_a_further_device_never_slows():
