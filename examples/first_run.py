@@ -1,6 +1,7 @@
 """The whole way once, without a download: plan the embedded pair for this machine, stream as planned, compare AR, SD and SSD."""
 
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 import ssd
 from ssd.bench import bench
@@ -10,6 +11,7 @@ from ssd.prompts import prompts
 PROMPT = """def mean(numbers):
     \"\"\"Return the arithmetic mean of a sequence of numbers.\"\"\""""
 
+disable_progress_bar()
 hardware, models = ssd.Hardware.local(), ssd.Models()
 workload = ssd.Workload(prompt_tokens=64, output_tokens=96, prompt_set="library")
 
