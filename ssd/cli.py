@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from ssd.asked import MEASURING, PLANNING, RUNNING, Asked, takes
 
 if TYPE_CHECKING:
     from ssd.engine.engine import Health
+    from ssd.progress import Progress
     from ssd.specs import Plan, RequestOutput
 
 app = typer.Typer(
@@ -256,7 +257,7 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
+def _progress() -> Iterator[Progress]:
     """Yield what shows a bar on a terminal, and nothing elsewhere; the bar comes with the first news and leaves no trace."""
     from rich.console import Console
     from rich.progress import Progress

@@ -12,9 +12,10 @@ from ssd.asked import Asked
 from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Spec, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    Progress = Callable[[str, float], None]
+    from ssd.progress import Progress
+
 
 S = TypeVar("S", bound=Spec)
 

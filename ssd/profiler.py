@@ -14,6 +14,7 @@ from ssd.engine.engine import Engine
 from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
 from ssd.engine.rehearsal import rehearse
 from ssd.placements import placements
+from ssd.progress import Progress
 from ssd.prompts import prompts as prompt_texts
 from ssd.specs import Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Workload
 
@@ -28,7 +29,6 @@ BUSY_BRANCHES = 4
 BUSY_TOKENS = 4
 
 T = TypeVar("T")
-Progress = Callable[[str, float], None]
 
 
 def profile(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ssd.bench.candidates import candidates
 from ssd.bench.result import BenchResult, Skipped
 from ssd.bench.run import Run, Runs
 from ssd.bench.summary import summarise
 from ssd.engine.engine import Engine
+from ssd.progress import Progress
 from ssd.specs import Configuration, Plan, SamplingParams
-
-Progress = Callable[[str, float], None]
 
 
 def bench(plan: Plan, *, prompts: Sequence[str], output_tokens: int, warmup: int = 1, progress: Progress | None = None) -> BenchResult:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from pydantic import Field
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ssd.devices import training_device
 from ssd.models import DRAFT_VOCABULARY, Source, check_architecture, locate
+from ssd.progress import Progress
 from ssd.prompts import prompts as known_prompts
 from ssd.specs import Spec
 from ssd.training.corpus import text_files
@@ -22,11 +22,10 @@ from ssd.training.data import Tokens, cut, stream
 from ssd.training.distiller import distil
 from ssd.training.evaluation import DraftReport, report
 from ssd.training.fit import Schedule, last_loss
-from ssd.training.folder import begin, save
+from ssd.training.folder import begin, load, save
 from ssd.training.samples import Job, jobs, sampled_stream
 from ssd.training.student import StudentShape, make_student, student_config
 
-Progress = Callable[[str, float], None]
 FEWEST_PROMPTS = 8
 # One prompt in so many is kept for the report.
 HELD_OUT_SHARE = 4
@@ -97,11 +96,9 @@ def distill(out: Path, recipe: DistillRecipe, progress: Progress) -> DraftReport
 
 
 def _load(source: Source) -> PreTrainedModel:
-    device = training_device()
     # On a CPU bf16 would only round: there is no memory to save for.
-    dtype = torch.float32 if device.type == "cpu" else "auto"
-    model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, **source.arguments)
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    dtype = torch.float32 if training_device().type == "cpu" else "auto"
+    return load(source.folder, dtype, **source.arguments)
 
 
 def _end(source: Source, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
+from ssd.progress import Progress
 from ssd.training.data import Alternating, Rows, Tokens, Windows
 from ssd.training.fit import Schedule, fit
-
-Progress = Callable[[str, float], None]
 
 
 class Distiller(Trainer):

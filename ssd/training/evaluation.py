@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
+from ssd.progress import Progress
 from ssd.specs import Spec
 from ssd.training.data import Tokens
 from ssd.training.samples import BATCH, continuations
 from theory.hits import bonus_curves
 from theory.sampling import sampling_law
 
-Progress = Callable[[str, float], None]
 TEMPERATURES = (0.0, 0.7, 1.0)
 LARGEST = 8
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ssd.devices import has_fast_bf16, training_device
+from ssd.progress import Progress
 from ssd.specs import Spec
 
-Progress = Callable[[str, float], None]
 CHECKPOINTS = "checkpoints"
 LOG = "log.jsonl"
 

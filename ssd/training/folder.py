@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from ssd.devices import training_device
 from ssd.specs import Spec
 
 RECIPE = "recipe.json"
@@ -41,22 +43,23 @@ def _short(value: object) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
+def load(folder: str | Path, dtype: torch.dtype | str, **arguments: Any) -> PreTrainedModel:
+    """Load a transformers model for training or as a teacher, onto the device that training uses."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments)
+    return model.to(training_device()).eval()  # type: ignore[no-any-return]
+
+
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the model in bfloat16, with its tokenizer, as an ordinary transformers folder; it appears when it is complete."""
-    with _whole(folder) as part:
+    with whole(folder) as part:
         model.to(torch.bfloat16).save_pretrained(part)  # type: ignore[arg-type]
         tokenizer.save_pretrained(part)
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer alone; its folder appears when it is complete."""
-    with _whole(folder) as part:
-        tokenizer.save_pretrained(part)
-
-
 @contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    part = folder.with_name(folder.name + ".part")
+def whole(path: Path) -> Iterator[Path]:
+    """Yield where to write a file or folder that appears at `path` when it is complete, or not at all: a run may be broken off."""
+    part = path.with_name(path.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     yield part
-    part.rename(folder)
+    part.rename(path)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from pydantic import Field
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,18 +18,17 @@ from transformers import (
     set_seed,
 )
 
-from ssd.devices import training_device
+from ssd.progress import Progress
 from ssd.specs import Spec
 from ssd.training.corpus import HELD_OUT, Document, function_heads, standard_library
 from ssd.training.data import Rows, Tokens, Windows, cut, shuffled, spread, stream
 from ssd.training.distiller import distil
 from ssd.training.evaluation import DraftReport, held_out_loss, report
 from ssd.training.fit import Schedule, fit, last_loss
-from ssd.training.folder import begin, save, save_tokenizer
+from ssd.training.folder import begin, load, save, whole
 from ssd.training.samples import TEMPERATURES, Job, sampled_stream
 from ssd.training.tokenizer import train_tokenizer
 
-Progress = Callable[[str, float], None]
 HELD_OUT_WINDOWS = 32
 HELD_OUT_PROMPTS = 64
 SAMPLE_PROMPT = 48
@@ -106,7 +103,6 @@ class _PairTraining:
         self.out, self.recipe, self.progress, self.train, self.held_out = out, recipe, progress, train, held_out
         self.tokenizer = self._tokenizer()
         self.end: int = self.tokenizer.eos_token_id
-        self.text = training_stream(train, self.tokenizer, recipe.target_schedule.seed)
 
     def run(self) -> DraftReport:
         """Go through all of them."""
@@ -125,7 +121,8 @@ class _PairTraining:
         self.progress("tokenizer", 0.0)
         folder = self.out / "tokenizer"
         if not folder.is_dir():
-            save_tokenizer(train_tokenizer(self.train, self.recipe.vocab_size, self.recipe.target_schedule.window), folder)
+            with whole(folder) as part:
+                train_tokenizer(self.train, self.recipe.vocab_size, self.recipe.target_schedule.window).save_pretrained(part)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         return tokenizer
 
@@ -137,7 +134,7 @@ class _PairTraining:
             windows = Windows(self.text, schedule.window, schedule.items, schedule.seed)
             fit(model, windows, Rows(self._unseen(schedule)), schedule, self.out / "target-training", self.progress)
             save(model, self.tokenizer, folder)
-        return _load(folder)
+        return load(folder, torch.float32)
 
     def _draft(self, target: PreTrainedModel) -> PreTrainedModel:
         folder, schedule = self.out / "draft", self.recipe.draft_schedule
@@ -148,7 +145,7 @@ class _PairTraining:
             streams = [own, self.text]
             distil(target, draft, streams, self._unseen(schedule), schedule, self.out / "draft-training", self.progress)
             save(draft, self.tokenizer, folder)
-        return _load(folder)
+        return load(folder, torch.float32)
 
     def _samples(self, target: PreTrainedModel) -> Tokens:
         count, seed = self.recipe.samples, self.recipe.draft_schedule.seed
@@ -159,19 +156,24 @@ class _PairTraining:
         ]
         return sampled_stream(target, wanted, SAMPLE_TOKENS, self.end, seed, self.out / "samples", self.progress)
 
+    @cached_property
+    def text(self) -> Tokens:
+        """The stream to train on: seconds of work, which a finished pair needs no more."""
+        return training_stream(self.train, self.tokenizer, self.recipe.target_schedule.seed)
+
+    @cached_property
+    def held_out_text(self) -> Tokens:
+        """The stream that no training sees."""
+        return stream(self.held_out, self.tokenizer)
+
     def _unseen(self, schedule: Schedule) -> Tokens:
-        return cut(stream(self.held_out, self.tokenizer), schedule.window, HELD_OUT_WINDOWS)
+        return cut(self.held_out_text, schedule.window, HELD_OUT_WINDOWS)
 
 
 def training_stream(documents: list[Document], tokenizer: PreTrainedTokenizerBase, seed: int) -> Tokens:
     """Return the documents as one stream, the library's own modules twice and its tests once."""
     library = [document for document in documents if not document.is_test]
     return stream(shuffled([*documents, *library], seed), tokenizer)
-
-
-def _load(folder: Path) -> PreTrainedModel:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.to(training_device()).eval()  # type: ignore[no-any-return]
 
 
 def card(recipe: PairRecipe, found: DraftReport, sizes: tuple[int, int], losses: tuple[float, float]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, set_seed
 
+from ssd.progress import Progress
 from ssd.training.data import Tokens
+from ssd.training.folder import whole
 
-Progress = Callable[[str, float], None]
 # A draft serves requests of every temperature: greedy text repeats itself, sampled text wanders.
 TEMPERATURES = (0.0, 0.7, 1.0)
 BATCH = 64
@@ -52,7 +53,8 @@ def sampled_stream(
             prompts = [job.prompt for job in batch]
             rows = continuations(model, prompts, max_tokens, batch[0].temperature, end, seed + index)
             texts = [np.asarray([*prompt, *row, end], dtype=np.int32) for prompt, row in zip(prompts, rows, strict=True)]
-            _write(path, np.concatenate(texts))
+            with whole(path) as part, part.open("wb") as file:
+                np.save(file, np.concatenate(texts))
         parts.append(np.load(path))
     return np.concatenate(parts)
 
@@ -78,11 +80,3 @@ def continuations(
         tokens, attention_mask=mask, max_new_tokens=max_tokens, eos_token_id=end, pad_token_id=end, repetition_penalty=1.0, **sampling
     )
     return [row[: row.index(end)] if end in row else row for row in made[:, widest:].tolist()]
-
-
-def _write(path: Path, tokens: Tokens) -> None:
-    """Write whole or not at all: a run may be broken off here."""
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        np.save(file, tokens)
-    part.replace(path)
