@@ -126,20 +126,35 @@ def bench(
 @app.command()
 @takes(*RUNNING)
 def generate(
-    asked: Asked, prompt: Annotated[str, typer.Argument(help="Text to go on from.")], save: SavePlan = None, as_json: Json = False
+    asked: Asked,
+    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest likeliest tokens with this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Draw from tokens with this share of the likeliest's probability.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that came before come less often.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes the output repeatable, in every mode. [default: another each time]")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")] = None,
+    save: SavePlan = None,
+    as_json: Json = False,
 ) -> None:
     """Decode a prompt as planned.
 
     The text goes to stdout as it comes, then one line of metrics to stderr.
     """
     from ssd.options import plan_to_run
+    from ssd.specs import SamplingParams
 
+    asked_for: dict[str, object] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    asked_for |= {"repetition_penalty": repetition_penalty, "stop": tuple(stop or ())}
+    # A mistake is named before anything is measured or loaded.
+    SamplingParams.model_validate(asked_for)
     with _progress() as tell:
         found = _saved(plan_to_run(asked, tell), save)
     from ssd.engine.engine import Engine
-    from ssd.specs import SamplingParams
 
-    params = SamplingParams(max_tokens=found.workload.output_tokens if asked.output_tokens is None else asked.output_tokens)
+    length = found.workload.output_tokens if asked.output_tokens is None else asked.output_tokens
+    params = SamplingParams.model_validate({**asked_for, "max_tokens": length})
     with Engine.from_plan(found) as engine:
         for chunk in engine.stream(prompt, params):
             if not as_json:

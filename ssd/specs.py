@@ -15,12 +15,18 @@ from sim.metrics import Metrics
 
 Mode = Literal["ar", "sd", "ssd"]
 Backup = Literal["jit", "none"]
+Verification = Literal["rejection", "coupled"]
+Ranking = Literal["shared_noise", "probability"]
 Objective = Literal["latency", "throughput", "cost"]
 Source = Literal["measured", "roofline", "assumed"]
 
 # The pair that comes with the package.
 EMBEDDED = "embedded/"
 EMBEDDED_TARGET, EMBEDDED_DRAFT = EMBEDDED + "target", EMBEDDED + "draft"
+
+
+TokenId = Annotated[int, Field(ge=0)]
+TokenSequence = tuple[TokenId, ...]
 
 
 class Spec(BaseModel):
@@ -138,7 +144,7 @@ class Workload(Spec):
     batch_size: int = Field(1, ge=1, le=1, description="requests decoded together (count); this version decodes one at a time")
     prompt_tokens: int = Field(128, ge=1, description="length of a prompt, tokens")
     output_tokens: int = Field(128, ge=1, description="length of an output, tokens")
-    temperature: float = Field(0.0, ge=0, le=0, description="sampling temperature (no unit); this version decodes greedily, at 0")
+    temperature: float = Field(0.0, ge=0, le=0, description="sampling temperature (no unit); this version plans for 0, and decodes at any")
     prompt_set: Literal["code", "chat", "library"] = Field("code", description="the prompts that acceptance is measured on (no unit)")
 
 
@@ -146,20 +152,58 @@ class SamplingParams(Spec):
     """How one request is decoded."""
 
     max_tokens: int = Field(128, ge=1, description="longest output, tokens (`max_new_tokens` is accepted too)")
-    temperature: float = Field(0.0, ge=0, description="sampling temperature (no unit); 0 is greedy")
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description="further tokens that end the output, kept as its last (token ids)"
+    min_tokens: int = Field(0, ge=0, description="shortest output, tokens: end tokens cannot come before, stop strings do not count")
+    temperature: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False, description="sampling temperature (no unit); 0 is greedy")
+    top_k: int = Field(0, ge=0, description="draw from the k likeliest tokens (count); 0 draws from all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the fewest likeliest tokens with this mass (probability)")
+    min_p: float = Field(0.0, ge=0, le=1, description="draw from tokens with this share of the likeliest's probability (ratio)")
+    repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100, description="divides positive and multiplies negative logits of tokens in prompt and output (ratio)"
     )
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="taken off the logits of tokens in the output (logits)")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="taken off the logits once for each time in the output (logits)")
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field({}, description="added to logits (token id to logits)")
+    bad_words: tuple[str, ...] = Field((), description="texts that may not come, in the tokens they have alone and after a space (no unit)")
+    bad_words_token_ids: tuple[TokenSequence, ...] = Field((), description="sequences of tokens that may not come (token ids)")
+    seed: int | None = Field(None, ge=0, lt=1 << 63, description="makes the output repeatable; none draws another one each time (no unit)")
+    n: int = Field(1, ge=1, description="outputs for each prompt, each drawn by itself (count)")
+    stop: tuple[str, ...] = Field((), description="texts that end the output and are left out of it, with what follows (no unit)")
+    stop_token_ids: tuple[TokenId, ...] = Field((), description="further tokens that end the output, kept as its last (token ids)")
     ignore_eos: bool = Field(False, description="whether to go on past the model's end tokens (yes or no)")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="so many likeliest tokens' log-probabilities at each place, and the output's own; none for none (count)",
+    )
+    verification: Literal["auto", "rejection", "coupled"] = Field(
+        "auto",
+        description="how draft tokens are verified; auto couples a request that has a seed, and else does as the plan says (no unit)",
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_max_new_tokens(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "max_new_tokens" in data:
-            if "max_tokens" in data:
-                raise ValueError("max_tokens and max_new_tokens are one option: give one of them")
-            data = {("max_tokens" if key == "max_new_tokens" else key): value for key, value in data.items()}
+    def _accept_other_spellings(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            if "max_new_tokens" in data:
+                if "max_tokens" in data:
+                    raise ValueError("max_tokens and max_new_tokens are one option: give one of them")
+                data = {("max_tokens" if key == "max_new_tokens" else key): value for key, value in data.items()}
+            for name in ("stop", "bad_words"):
+                if isinstance(data.get(name), str):
+                    data = {**data, name: (data[name],)}
         return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it")
+        for name in ("stop", "bad_words", "bad_words_token_ids"):
+            if not all(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r} holds an empty one: leave it out")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} with temperature=0 gives the same output {self.n} times: raise the temperature or ask for one")
+        return self
 
 
 class Placement(Spec):
@@ -247,12 +291,35 @@ class Configuration(Spec):
     fan_out_hit: tuple[int, ...] = Field((), description="F_0..F_K after a hit: outcomes cached with k accepted (counts)")
     fan_out_miss: tuple[int, ...] = Field((), description="F_0..F_K after a miss (counts)")
     backup: Backup = Field("jit", description="who drafts on a miss: the draft model now, or nobody (no unit)")
+    verification: Verification = Field(
+        "rejection", description="how the drafts of a request without a seed are verified above temperature 0 (no unit)"
+    )
+    ranking: Ranking = Field(
+        "shared_noise",
+        description="what bonus tokens are ranked by above temperature 0: log q and the noise they are drawn with, or q alone (no unit)",
+    )
+    saguaro: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        (),
+        description="C_0..C_{K-1}, factors on q of the F_k likeliest tokens (ratios), or one for all; none leaves q as it is. "
+        "For drafts that are verified by rejection; a request that is coupled, as one with a seed is, does without",
+    )
     placement: Placement = Field(description="devices of target and draft (no unit)")
     predicted: Prediction | None = Field(None, description="none where a configuration was typed by hand (no unit)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_factor_for_all(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            factor, K = data.get("saguaro"), data.get("num_speculative_tokens")
+            if isinstance(factor, int | float) and isinstance(K, int) and not isinstance(factor, bool):
+                data = {**data, "saguaro": (factor,) * K}
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         K = self.num_speculative_tokens
+        if self.saguaro:
+            self._check_saguaro()
         if self.mode == "ar":
             if K or self.fan_out_hit or self.fan_out_miss:
                 raise ValueError(f"mode='ar' drafts nothing: num_speculative_tokens={K} and fan-outs must be left out")
@@ -262,8 +329,8 @@ class Configuration(Spec):
         if not self.placement.draft:
             raise ValueError(f"placement.draft is empty: mode={self.mode!r} needs a device for the draft")
         if self.mode == "sd":
-            if self.fan_out_hit or self.fan_out_miss or self.backup != "jit":
-                raise ValueError("mode='sd' has no cache: leave fan_out_hit and fan_out_miss out and backup at 'jit'")
+            if self.fan_out_hit or self.fan_out_miss or self.backup != "jit" or self.ranking != "shared_noise":
+                raise ValueError("mode='sd' has no cache: leave fan_out_hit, fan_out_miss and ranking out and backup at 'jit'")
             return self
         if self.placement.overlaps:
             raise ValueError(
@@ -272,6 +339,17 @@ class Configuration(Spec):
         for name in ("fan_out_hit", "fan_out_miss"):
             check_fan_out(name, getattr(self, name), K)
         return self
+
+    def _check_saguaro(self) -> None:
+        if self.mode != "ssd" or self.verification != "rejection":
+            raise ValueError(
+                f"saguaro={self.saguaro} presses tokens down so that the cache holds what is rejected: leave it out unless mode='ssd' "
+                "with verification='rejection'"
+            )
+        if len(self.saguaro) != self.num_speculative_tokens:
+            raise ValueError(
+                f"saguaro={self.saguaro} has {len(self.saguaro)} factors: give one, or {self.num_speculative_tokens}, one a draft token"
+            )
 
 
 def check_fan_out(name: str, fan_out: tuple[int, ...], K: int) -> None:
@@ -319,9 +397,18 @@ class RequestOutput(Spec):
     request_id: str = Field(description="unique within the engine (no unit)")
     prompt: str | None = Field(description="the prompt, none where token ids were given (no unit)")
     prompt_token_ids: tuple[int, ...] = Field(description="the prompt's tokens (token ids)")
-    text: str = Field(description="decoded output without special tokens (no unit)")
-    token_ids: tuple[int, ...] = Field(description="output tokens, a stop token included (token ids)")
-    finish_reason: Literal["stop", "length"] = Field(description="an end token, or max_tokens or the context limit (no unit)")
+    index: int = Field(0, ge=0, description="which of the prompt's n outputs (no unit)")
+    text: str = Field(description="decoded output without special tokens, ended before a stop string (no unit)")
+    token_ids: tuple[int, ...] = Field(description="output tokens, a stop token or a stop string's last token included (token ids)")
+    logprobs: tuple[dict[int, float], ...] | None = Field(
+        None,
+        description="for each output token its log-probability and the likeliest tokens', by the target's own law at temperature 1, "
+        "before anything else is done to it (token id to nats)",
+    )
+    finish_reason: Literal["stop", "length"] = Field(
+        description="an end token or stop string, or max_tokens or the context limit (no unit)"
+    )
+    stop_reason: int | str | None = Field(None, description="the token or string that ended the output (token id or no unit)")
     metrics: Metrics = Field(description="counts, rates and seconds of this request (units in its own fields)")
 
 
@@ -329,6 +416,6 @@ class StreamChunk(Spec):
     """What one round added to a streamed request."""
 
     request_id: str = Field(description="unique within the engine (no unit)")
-    text: str = Field(description="new text, never half a character (no unit)")
+    text: str = Field(description="new text; half a character only where the output ends in one (no unit)")
     token_ids: tuple[int, ...] = Field(description="new tokens (token ids)")
     output: RequestOutput | None = Field(None, description="the whole, with the last chunk only (no unit)")

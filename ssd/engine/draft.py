@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -10,12 +11,15 @@ import numpy as np
 import torch
 
 from sim.timeline import Span
-from ssd.engine.cache import Branches, advance, choose_outcomes
+from ssd.engine.cache import Branches, Outcomes, Roots, advance, choose_outcomes
 from ssd.engine.forward import Queries, SlotModel
 from ssd.engine.kv import Abort, Aborted, Slots
 from ssd.engine.link import Draft, Link, Outcome, Setup, Start, Stop
+from ssd.engine.packed import Laws
+from ssd.engine.proposer import Proposer
 from ssd.engine.spans import MAX_SPANS, recorded
 from ssd.models import LoadedModel
+from ssd.sampling import extend, prefix_hash
 
 T = TypeVar("T")
 
@@ -31,22 +35,28 @@ def slots_needed(max_model_len: int, setup: Setup) -> int:
 class DraftRow:
     """One request as the draft knows it, row `index` of its batch.
 
-    `trunk` shows the slots of the committed tokens before the root of `draft`; `pending` are committed tokens not yet fed. `draft` has one
-    column: its root is the last committed token, and of what follows, `sent` tokens are at the target.
+    `trunk` shows the slots of the committed tokens before the root of `draft`; `pending` are committed tokens not yet fed, `committed` all,
+    and `prefix` their hash. `draft` has one column: its root is the last committed token, and `sent` are the tokens of it at the target.
     """
 
-    def __init__(self, index: int, start: Start, slots: int) -> None:
-        self.index, self.request = index, start.request
+    def __init__(self, index: int, start: Start, slots: int, proposer: Proposer) -> None:
+        self.index, self.request, self.proposer = index, start.request, proposer
         self.end_ids: tuple[int, ...] = ()
-        self.length = len(start.prompt)
+        self.committed = list(start.prompt)
+        self.prefix = prefix_hash(start.prompt)
         self.pending = list(start.prompt)
         self.trunk = np.zeros(slots, dtype=bool)
         self.slots = Slots(slots)
         self.draft: Branches | None = None
         self.cache: Branches | None = None
-        self.sent = 0
+        self.sent: tuple[int, ...] = ()
         self.hit = False
         self.speculates = True
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return len(self.committed)
 
     def commit(self, accepted: int, bonus: int) -> None:
         """Make outcome (accepted, bonus) the trunk by mask alone; a cached branch becomes the draft; `hit` says whether there was one."""
@@ -60,8 +70,10 @@ class DraftRow:
         self.hit = self.draft is not None
         if not self.hit:
             self.pending.append(bonus)
-        self.length += accepted + 1
-        self.cache, self.sent = None, 0
+        tokens = (*self.sent[:accepted], bonus)
+        self.committed += tokens
+        self.prefix = prefix_hash(tokens, self.prefix)
+        self.cache, self.sent = None, ()
         self._release_unused()
 
     def _release_unused(self) -> None:
@@ -73,13 +85,28 @@ class DraftRow:
 
     def plant(self, draft: Branches, fan_out: tuple[int, ...], steps: int) -> Branches:
         """Choose outcomes of `draft` and give each a branch of `steps` places, rooted after the accepted tokens and seeing only them."""
-        chosen = choose_outcomes(draft, self.sent, fan_out, self.end_ids)
-        shown = np.repeat(self.trunk[None], self.sent + 1, axis=0)
-        for k in range(self.sent + 1):
+        drafted = len(self.sent)
+        chosen = choose_outcomes(draft, drafted, fan_out, self.end_ids)
+        shown = np.repeat(self.trunk[None], drafted + 1, axis=0)
+        for k in range(drafted + 1):
             shown[k, draft.slots[0, : k + 1]] = True
         count = len(chosen.accepted)
         slots = self.slots.take(count * steps).reshape(steps, count).T
-        return Branches(chosen.bonus, chosen.accepted, self.length + chosen.accepted, slots, shown[chosen.accepted])
+        roots = self._roots(draft, chosen)
+        return Branches(self.proposer, roots, chosen.accepted, self.length + chosen.accepted, slots, shown[chosen.accepted])
+
+    def _roots(self, draft: Branches, chosen: Outcomes) -> Roots:
+        before = torch.cat(draft.prefixes)[torch.from_numpy(chosen.accepted).to(chosen.bonus.device, non_blocking=True)]
+        ids = None
+        if self.proposer.reads_prefix:
+            texts = [[*self.committed, *self.sent[:k]] for k in chosen.accepted]
+            ids = torch.cat([padded(texts, self.length + len(self.sent)).to(chosen.bonus.device), chosen.bonus[:, None]], 1)
+        return Roots(chosen.bonus, extend(before, chosen.bonus), ids)
+
+
+def padded(texts: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """Return token ids side by side, -1 in front of a shorter text, [texts, width]."""
+    return torch.tensor([[-1] * (width - len(text)) + list(text) for text in texts])
 
 
 class Drafter:
@@ -98,7 +125,8 @@ class Drafter:
 
     def start(self, start: Start) -> None:
         """Take a request in and feed its prompt; then draft for its likeliest first tokens, as if an empty draft were being verified."""
-        row = DraftRow(self.rows.index(None), start, self.model.slots)
+        proposer = Proposer(start, self.setup, self.vocab_size, self.model.device)
+        row = DraftRow(self.rows.index(None), start, self.model.slots, proposer)
         row.end_ids = tuple(token for token in start.end_ids if token < self.vocab_size)
         row.speculates = self._fits(row) and max(start.prompt) < self.vocab_size
         self.rows[row.index] = row
@@ -121,11 +149,11 @@ class Drafter:
         row.commit(outcome.accepted, outcome.bonus)
         row.speculates = row.speculates and self._fits(row) and outcome.bonus < self.vocab_size
         drafting = row.speculates and (row.hit or self.setup.backup == "jit")
-        tokens = self._complete(row, outcome.round) if drafting else ()
-        row.sent = len(tokens)
+        row.sent = self._complete(row, outcome.round) if drafting else ()
         caching = bool(self.setup.fan_out_hit)
         missed = caching and not row.hit
-        self.link.send(Draft(row.request, outcome.round, tokens, row.hit if caching else None, missed and drafting))
+        laws = Laws.of([law for law in row.draft.laws[: len(row.sent)] if law is not None]) if row.draft and row.proposer.sends_q else None
+        self.link.send(Draft(row.request, outcome.round, row.sent, row.hit if caching else None, missed and drafting, laws))
         if row.speculates:
             self._build(row, outcome.round)
 
@@ -153,7 +181,7 @@ class Drafter:
             return
         with recorded(self.spans, "draft", "build", round_index, row.request), suppress(Aborted):
             draft = row.draft or self._feed_pending(row, self._moot)
-            while draft.fed <= row.sent:
+            while draft.fed <= len(row.sent):
                 self._advance(row, draft, self._moot)
             row.cache = row.plant(draft, fan_out, self.setup.num_speculative_tokens + 1)
             while row.cache.fed < self.setup.num_speculative_tokens and self.link.peek() is None:
@@ -177,8 +205,11 @@ class Drafter:
             del row.pending[: len(chunk)]
         row.trunk[slots[-1]] = False
         own = np.concatenate([slots[-1:], row.slots.take(self.setup.num_speculative_tokens)])
-        root = torch.tensor(chunk[-1:], device=self.model.device)
-        row.draft = Branches(root, np.zeros(1, dtype=int), np.array([row.length - 1]), own[None], row.trunk[None].copy())
+        device = self.model.device
+        ids = padded([row.committed], row.length).to(device) if row.proposer.reads_prefix else None
+        root = Roots(torch.tensor(chunk[-1:], device=device), torch.tensor([row.prefix], device=device), ids)
+        parts = np.zeros(1, dtype=int), np.array([row.length - 1]), own[None], row.trunk[None].copy()
+        row.draft = Branches(row.proposer, root, *parts, after_hit=False)
         row.draft.visible[0, slots[-1]] = True
         row.draft.grow(logits[row.index, :, : self.vocab_size])
         return row.draft

@@ -6,8 +6,8 @@ import itertools
 import operator
 import subprocess
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,9 +18,11 @@ from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
 from ssd.engine.draft_process import spawn
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
+from ssd.engine.resolve import resolved
 from ssd.engine.scheduler import DraftPeer, Request, Scheduler
 from ssd.engine.spans import MAX_SPANS
 from ssd.engine.target import Target
+from ssd.engine.text import Text
 from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
 
@@ -51,7 +53,7 @@ class Engine:
         self.pair = inspect(plan.models)
         self._check_configuration(plan, self.pair)
         self.peer: DraftPeer | None = None
-        self._requests = itertools.count()
+        self._numbers = itertools.count()
         self._finished: list[tuple[Metrics, list[Round]]] = []
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._busy = False
@@ -79,7 +81,7 @@ class Engine:
 
     def _start(self, plan: Plan) -> None:
         if plan.mode != "ar":
-            self.peer = DraftPeer(*spawn(self._boot(plan)), self.deadline)
+            self.peer = DraftPeer(*spawn(self._boot(plan)), self.deadline, self.pair.target.vocab_size)
         device = torch_device(plan.placement.target)
         with pinned(plan.placement.target):
             self.loaded = load(self.pair.target, device, compute_dtype(plan.models, device))
@@ -123,14 +125,17 @@ class Engine:
         self._scheduler = Scheduler(Target(self.loaded, ROWS, slots), self._spans)
         setup = _setup(plan)
         if self.peer is not None and plan.mode != "ar" and setup != self._setup:
-            self.peer.ask(setup, Ready)
+            self.peer.configure(setup)
             self._setup = setup
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
-        """Decode each prompt (text or token ids) and return the outputs in order. ValueError names a prompt that cannot be decoded."""
-        requests = [self._request(prompt, params, place) for place, prompt in enumerate(_as_list(prompts))]
+        """Decode each prompt (text or token ids) and return the outputs in order, `params.n` for each prompt.
+
+        ValueError names a prompt or an option that cannot be decoded, before anything is.
+        """
+        asked = [(prompt, request) for place, prompt in enumerate(_as_list(prompts)) for request in self._requests(prompt, params, place)]
         outputs = []
-        for prompt, request in requests:
+        for prompt, request in asked:
             for _ in self._decode(request):
                 pass
             outputs.append(self._output(prompt, request))
@@ -138,20 +143,24 @@ class Engine:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Decode one prompt and yield what each round adds; the last chunk carries the whole output. Closing it ends the request."""
-        text, request = self._request(prompt, params, 0)
-        return self._stream(text, request)
+        requests = self._requests(prompt, params, 0)
+        if len(requests) > 1:
+            raise ValueError(f"n={len(requests)}: a stream is one output; ask for n=1, or use generate")
+        return self._stream(prompt, requests[0])
 
-    def _stream(self, prompt: str | None, request: Request) -> Iterator[StreamChunk]:
-        shown = ""
-        held: tuple[int, ...] = ()
-        for tokens in self._decode(request):
-            if held:
-                text = self._text(request.output[: -len(tokens)]).rstrip("\ufffd")
-                yield StreamChunk(request_id=request.request_id, text=text[len(shown) :], token_ids=held)
-                shown = text
-            held = tokens
+    def _stream(self, prompt: Prompt, request: Request) -> Iterator[StreamChunk]:
+        shown = 0
+        last: tuple[int, ...] = ()
+        with closing(self._decode(request)) as rounds:
+            for tokens in rounds:
+                if request.finish_reason is not None:
+                    last = tokens
+                    continue
+                text = self._text(request).shown()
+                yield StreamChunk(request_id=request.request_id, text=text[shown:], token_ids=tokens)
+                shown = len(text)
         output = self._output(prompt, request)
-        yield StreamChunk(request_id=request.request_id, text=output.text[len(shown) :], token_ids=held, output=output)
+        yield StreamChunk(request_id=request.request_id, text=output.text[shown:], token_ids=last, output=output)
 
     def metrics(self) -> Metrics:
         """Return the sums over all requests finished so far."""
@@ -201,22 +210,18 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None, place: int) -> tuple[str | None, Request]:
-        """Check a prompt and its parameters before anything is decoded."""
+    def _requests(self, prompt: Prompt, params: SamplingParams | None, place: int) -> list[Request]:
+        """Check a prompt and its parameters before anything is decoded; return its n requests."""
         self._check_idle()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r} is no SamplingParams: pass one, for all prompts")
-        if params.temperature > 0:
-            raise ValueError(f"temperature={params.temperature}: this version decodes greedily; use temperature=0")
         ids = self._token_ids(prompt, place)
         if not ids:
             raise ValueError(f"prompt {place} is empty: give at least one token")
         vocab = self.pair.target.vocab_size
         if not all(0 <= token < vocab for token in ids):
             raise ValueError(f"prompt {place} has a token id outside 0..{vocab - 1}: use the target's tokenizer")
-        if not all(token < vocab for token in params.stop_token_ids):
-            raise ValueError(f"stop_token_ids={params.stop_token_ids} has a token id outside 0..{vocab - 1}: it could never come")
         room = self.pair.max_model_len - len(ids)
         if room < 1:
             raise ValueError(
@@ -224,8 +229,11 @@ class Engine:
                 "shorten the prompt or raise max_model_len"
             )
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.pair.end_ids))
-        request = Request(f"request-{next(self._requests)}", ids, params, ends, room)
-        return (prompt if isinstance(prompt, str) else None), request
+        settled = resolved(params, self.pair, ends, self.plan.verification)
+        return [
+            Request(f"request-{next(self._numbers)}", ids, one, ends, room, Text(self.pair.tokenizer, params.stop), index)
+            for index, one in enumerate(settled)
+        ]
 
     def _token_ids(self, prompt: Prompt, place: int) -> tuple[int, ...]:
         try:
@@ -237,7 +245,7 @@ class Engine:
             pass
         raise ValueError(f"prompt {place} is {prompt!r:.60}: give text (valid Unicode) or a sequence of token ids")
 
-    def _decode(self, request: Request) -> Iterator[tuple[int, ...]]:
+    def _decode(self, request: Request) -> Generator[tuple[int, ...]]:
         self._check_idle()
         self._busy = True
         peer = self.peer if self.plan.mode != "ar" else None
@@ -261,23 +269,28 @@ class Engine:
         if self._busy:
             raise ValueError("a request is still being streamed: finish its iterator or close it first; this version decodes one at a time")
 
-    def _output(self, prompt: str | None, request: Request) -> RequestOutput:
+    def _output(self, prompt: Prompt, request: Request) -> RequestOutput:
         return RequestOutput(
             request_id=request.request_id,
-            prompt=prompt,
+            prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=request.prompt,
-            text=self._text(request.output),
+            index=request.index,
+            text=self._text(request).finish(),
             token_ids=tuple(request.output),
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             finish_reason=request.finish_reason or "length",
+            stop_reason=request.stop_reason,
             metrics=request.metrics(),
         )
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.pair.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _text(self, request: Request) -> Text:
+        """Return the request's text, brought up to its tokens."""
+        request.text.add(*request.output[request.text.length :], may_stop=False)
+        return request.text
 
 
 def _setup(plan: Configuration) -> Setup:
-    return Setup(plan.num_speculative_tokens, plan.fan_out_hit, plan.fan_out_miss, plan.backup, plan.placement)
+    return Setup(plan.num_speculative_tokens, plan.fan_out_hit, plan.fan_out_miss, plan.backup, plan.placement, plan.ranking, plan.saguaro)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from sim.timeline import Span
-from ssd.specs import Placement
+from ssd.engine.packed import Laws
+from ssd.specs import Placement, SamplingParams
 
 T = TypeVar("T")
 
@@ -56,15 +57,19 @@ class Setup:
     fan_out_miss: tuple[int, ...]
     backup: str
     placement: Placement
+    ranking: str = "shared_noise"
+    saguaro: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Target to draft: a request with its prompt; `end_ids` are tokens after which nothing follows."""
+    """Target to draft: a request with its prompt; `end_ids` are tokens after which nothing follows. `params` are settled: the seed is
+    given, and the verification is rejection or coupled."""
 
     request: str
     prompt: tuple[int, ...]
     end_ids: tuple[int, ...]
+    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +84,17 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft to target: the tokens to verify after outcome `round`; `hit` is None where no cache is kept."""
+    """Draft to target: the tokens to verify after outcome `round`; `hit` is None where no cache is kept.
+
+    laws: what the tokens were drawn from, where the verification reads it; without them the tokens are point masses.
+    """
 
     request: str
     round: int
     tokens: tuple[int, ...]
     hit: bool | None
     backup: bool
+    laws: Laws | None = None
 
 
 @dataclass(frozen=True, slots=True)

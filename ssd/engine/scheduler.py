@@ -13,9 +13,10 @@ from typing import Literal, TypeVar
 
 from sim.metrics import Metrics, Round
 from sim.timeline import Span
-from ssd.engine.link import Draft, Link, LinkError, Outcome, Start, Stop
+from ssd.engine.link import Draft, Link, LinkError, Outcome, Ready, Setup, Start, Stop
 from ssd.engine.spans import recorded
-from ssd.engine.target import Target
+from ssd.engine.target import Proposal, Target, TokenLogprobs, Verdict
+from ssd.engine.text import Text
 from ssd.specs import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,13 @@ class Request:
     params: SamplingParams
     end_ids: frozenset[int]
     room: int
+    text: Text
+    index: int = 0
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
     started: float = 0.0
     first_token: float = 0.0
     ended: float = 0.0
@@ -47,18 +52,27 @@ class Request:
         """Tokens that may still follow, by max_tokens and by the context limit."""
         return min(self.params.max_tokens, self.room) - len(self.output)
 
-    def commit(self, tokens: list[int]) -> tuple[int, ...]:
+    def commit(self, tokens: list[int], logprobs: tuple[TokenLogprobs, ...] | None = None) -> tuple[int, ...]:
         """Keep `tokens` up to the earliest end, whatever ends the output there; return what was kept."""
         kept = tokens[: self.remaining()]
         for place, token in enumerate(kept):
-            if token in self.end_ids:
+            found = self._stop_string(token, len(self.output) + place + 1)
+            self.stop_reason = token if token in self.end_ids else found
+            if self.stop_reason is not None:
                 kept = kept[: place + 1]
                 self.finish_reason = "stop"
                 break
         self.output += kept
+        self.logprobs += (logprobs or ())[: len(kept)]
         if self.finish_reason is None and self.remaining() == 0:
             self.finish_reason = "length"
         return tuple(kept)
+
+    def _stop_string(self, token: int, length: int) -> str | None:
+        """Return the stop string that the token completes, in an output that is then of this length."""
+        if not self.params.stop:
+            return None
+        return self.text.add(token, may_stop=length >= self.params.min_tokens)
 
     def metrics(self) -> Metrics:
         """Return the counts and rates of this request so far."""
@@ -73,10 +87,16 @@ class Request:
 class DraftPeer:
     """The draft's process as the scheduler sees it; once lost, it drafts nothing and no request fails for it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], link: Link, deadline: float) -> None:
-        self.process, self.link, self.deadline = process, link, deadline
+    def __init__(self, process: subprocess.Popen[bytes], link: Link, deadline: float, vocab_size: int) -> None:
+        self.process, self.link, self.deadline, self.vocab_size = process, link, deadline, vocab_size
         self.lost: str | None = None
+        self.lookahead = 0
         link.give_up_after(deadline)
+
+    def configure(self, setup: Setup) -> bool:
+        """Let it draft as `setup` says from the next request on; False if it is lost."""
+        self.lookahead = setup.num_speculative_tokens
+        return self.ask(setup, Ready) is not None
 
     def tell(self, message: object) -> None:
         """Send `message`, or note that the draft is lost."""
@@ -91,12 +111,22 @@ class DraftPeer:
         if self.lost is None:
             try:
                 draft = self._await(Draft, lambda draft: draft.request == request)
-                if draft.round != round_index or not all(isinstance(token, int) and token >= 0 for token in draft.tokens):
-                    raise LinkError(f"the draft of round {draft.round} came malformed or out of turn, in round {round_index}")
+                self._check(draft, round_index)
                 return draft
             except LinkError as error:
                 self.lose(str(error))
         return Draft(request, round_index, (), None, False)
+
+    def _check(self, draft: Draft, round_index: int) -> None:
+        """Raise LinkError for what is no draft of this round: it must not fail the request."""
+        known = all(isinstance(token, int) and 0 <= token < self.vocab_size for token in draft.tokens)
+        if draft.round != round_index or not known or len(draft.tokens) > self.lookahead:
+            raise LinkError(f"the draft of round {draft.round} came malformed or out of turn, in round {round_index}")
+        if draft.laws is not None:
+            try:
+                draft.laws.check(draft.tokens, self.vocab_size)
+            except Exception as error:
+                raise LinkError(f"the draft of round {draft.round} came malformed: {error}") from error
 
     def ask(self, question: object, kind: type[T], deadline: float | None = None) -> T | None:
         """Send `question` and return the answer, a `kind`; None if the draft is lost."""
@@ -138,10 +168,10 @@ class Scheduler:
         row = None
         try:
             if peer is not None:
-                peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids)))
+                peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids), request.params))
             with recorded(self.spans, "target", "prefill", 0, request.request_id):
-                row = self.target.start(request.prompt)
-            first = self._settle(request, peer, 0, 0, [self.target.last(row)])
+                row, verdict = self.target.start(request.prompt, request.params, tuple(request.end_ids))
+            first = self._settle(request, peer, 0, (), verdict)
             request.first_token = monotonic()
             yield first
             while request.finish_reason is None:
@@ -157,14 +187,15 @@ class Scheduler:
         index = len(request.rounds) + 1
         draft = self._next_draft(request, peer, index)
         asked = monotonic()
-        tokens = draft.tokens[: request.remaining() - 1]
+        proposal = Proposal(draft.tokens, draft.laws).shortened(request.remaining() - 1)
         with recorded(self.spans, "target", "verify", index, request.request_id):
-            outcome = self.target.verify([tokens if r == row else None for r in range(len(self.target.rows))])[row]
+            verdict = self.target.verify([proposal if r == row else None for r in range(len(self.target.rows))])[row]
         verified = monotonic()
-        accepted, bonus = outcome  # type: ignore[misc]
+        if verdict is None:
+            raise RuntimeError(f"row {row} is idle")
         wait = asked - request.told if peer is not None else 0.0
-        kept = self._settle(request, peer, index, accepted, [*tokens[:accepted], bonus])
-        self._record(request, draft, len(tokens), accepted, len(kept), verified - asked, wait)
+        kept = self._settle(request, peer, index, proposal.tokens, verdict)
+        self._record(request, draft, len(proposal.tokens), verdict.accepted, len(kept), verified - asked, wait)
         return kept
 
     def _next_draft(self, request: Request, peer: DraftPeer | None, index: int) -> Draft:
@@ -175,12 +206,12 @@ class Scheduler:
         self.spans.append(Span("target", "wait", request.told, monotonic(), index, request.request_id))
         return draft
 
-    def _settle(self, request: Request, peer: DraftPeer | None, index: int, accepted: int, tokens: list[int]) -> tuple[int, ...]:
-        """Commit `tokens` and let the draft know before anything else is done with them."""
-        kept = request.commit(tokens)
+    def _settle(self, request: Request, peer: DraftPeer | None, index: int, drafted: tuple[int, ...], verdict: Verdict) -> tuple[int, ...]:
+        """Commit what the verdict emits and let the draft know before anything else is done with it."""
+        kept = request.commit([*drafted[: verdict.accepted], verdict.bonus], verdict.logprobs)
         request.told = monotonic()
         if peer is not None and request.finish_reason is None:
-            peer.tell(Outcome(request.request_id, index, accepted, tokens[-1]))
+            peer.tell(Outcome(request.request_id, index, verdict.accepted, verdict.bonus))
         return kept
 
     def _record(self, request: Request, draft: Draft, drafted: int, accepted: int, committed: int, verify: float, wait: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from contextlib import contextmanager, suppress
@@ -15,13 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ssd.engine.draft import Drafter
 from ssd.engine.draft_process import obey
 from ssd.engine.kv import ATTENTION
-from ssd.engine.link import Link, LinkError, Ready, Setup, Shutdown
+from ssd.engine.link import Link, LinkError, Setup, Shutdown
 from ssd.engine.scheduler import DraftPeer, Request, Scheduler
 from ssd.engine.target import Target, slots_needed
+from ssd.engine.text import Text
 from ssd.models import LoadedModel
 from ssd.specs import Placement, SamplingParams
-from tests.tiny import EXTRA, GROUPED, vary
+from tests.tiny import EXTRA, GROUPED, tokenizer, vary
 
+NUMBERS = itertools.count()
 NOWHERE = Placement(target=("meta:0",), draft=("meta:0",))
 NEAR_TIE = 1e-3
 
@@ -56,9 +59,9 @@ def loaded(model: PreTrainedModel) -> LoadedModel:
     return LoadedModel(model, torch.device("cpu"), torch.float32, config.vocab_size, config.max_position_embeddings, groups)
 
 
-def setup(K: int, fan_out_hit: tuple[int, ...] = (), fan_out_miss: tuple[int, ...] = (), backup: str = "jit") -> Setup:
+def setup(K: int, fan_out_hit: tuple[int, ...] = (), fan_out_miss: tuple[int, ...] = (), backup: str = "jit", **more) -> Setup:
     """How to draft; without fan-outs, as plain SD."""
-    return Setup(K, fan_out_hit, fan_out_miss or fan_out_hit, backup, NOWHERE)
+    return Setup(K, fan_out_hit, fan_out_miss or fan_out_hit, backup, NOWHERE, **more)
 
 
 class Pair:
@@ -68,20 +71,21 @@ class Pair:
         self.target, self.peer, self.max_model_len, self.idle = target, peer, max_model_len, idle
         self.spans: deque = deque()
 
-    def decode(self, how, prompt, max_tokens, ends=frozenset(), stop_after=None, patient=False):
+    def decode(self, how, prompt, max_tokens, ends=frozenset(), stop_after=None, patient=False, **params):
         """Decode one prompt (`how` None: AR); return the finished request.
 
-        stop_after cancels it after so many rounds; a patient target lets the draft finish its cache before it verifies.
+        stop_after cancels it after so many rounds; a patient target lets the draft finish its cache before it verifies; params are further
+        sampling parameters, settled.
         """
         if how is not None:
-            assert self.peer.ask(how, Ready) is not None, self.peer.lost
+            assert self.peer.configure(how), self.peer.lost
         K = how.num_speculative_tokens if how is not None else 0
         target = Target(self.target, 1, slots_needed(self.max_model_len, K))
         if patient:
             verify = target.verify
             target.verify = lambda drafts: self.idle.wait(20) and verify(drafts)
-        params = SamplingParams(max_tokens=max_tokens)
-        request = Request(f"r{id(object())}", tuple(prompt), params, ends, self.max_model_len - len(prompt))
+        settled = SamplingParams(max_tokens=max_tokens, **params)
+        request = Request(f"r{next(NUMBERS)}", tuple(prompt), settled, ends, self.max_model_len - len(prompt), Text(tokenizer()))
         rounds = Scheduler(target, self.spans).decode(request, self.peer if how is not None else None)
         for number, _ in enumerate(rounds):
             if number == stop_after:
@@ -109,7 +113,7 @@ def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, de
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     process = SimpleNamespace(kill=lambda: None, wait=lambda timeout=None: None)
-    peer = DraftPeer(process, link, deadline)
+    peer = DraftPeer(process, link, deadline, target.config.vocab_size)
     try:
         yield Pair(loaded(target), peer, max_model_len, idle)
     finally:

@@ -10,15 +10,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.engine.cache import Branches, choose_outcomes
+from ssd.engine.cache import Branches, Roots, choose_outcomes
 from ssd.engine.draft import Drafter, DraftRow
 from ssd.engine.link import Outcome, Start, Stop
+from ssd.engine.proposer import Proposer
+from ssd.specs import SamplingParams
+from tests.engine.inprocess import setup
+
+START = Start("r", (5,), (), SamplingParams())
+GREEDY = Proposer(START, setup(2), 12, torch.device("cpu"))
+
+
+def roots(token: int) -> Roots:
+    return Roots(torch.tensor([token]), torch.tensor([token]))
 
 
 def draft_of(logits: torch.Tensor) -> tuple[Branches, int]:
     """A draft of one column that has these logits `[drafted+1, vocabulary]`."""
     drafted = len(logits) - 1
-    branch = Branches(torch.tensor([0]), np.zeros(1, int), np.zeros(1, int), np.zeros((1, drafted + 2), int), np.zeros((1, 4), bool))
+    branch = Branches(GREEDY, roots(0), np.zeros(1, int), np.zeros(1, int), np.zeros((1, drafted + 2), int), np.zeros((1, 4), bool))
     for row in logits:
         branch.grow(row[None])
     return branch, drafted
@@ -51,10 +61,10 @@ def test_a_list_wider_than_the_vocabulary_caches_every_possible_token_once():
 
 def row_with_cache(fed: int) -> DraftRow:
     """A row after a prompt of one token whose cache holds outcome (0, 3), grown by so many tokens."""
-    row = DraftRow(0, Start("r", (5,), ()), 16)
-    row.pending, row.draft = [], Branches(torch.tensor([5]), np.zeros(1, int), np.zeros(1, int), np.array([[1, 2]]), row.trunk[None].copy())
+    row = DraftRow(0, START, 16, GREEDY)
+    row.pending, row.draft = [], Branches(GREEDY, roots(5), np.zeros(1, int), np.zeros(1, int), np.array([[1, 2]]), row.trunk[None].copy())
     row.draft.grow(torch.randn(1, 8))
-    row.cache = Branches(torch.tensor([3]), np.zeros(1, int), np.ones(1, int), np.array([[4, 5, 6]]), row.trunk[None].copy())
+    row.cache = Branches(GREEDY, roots(3), np.zeros(1, int), np.ones(1, int), np.array([[4, 5, 6]]), row.trunk[None].copy())
     for _ in range(fed):
         row.cache.queries()
         row.cache.grow(torch.randn(1, 8))

@@ -1,0 +1,70 @@
+"""How the draft speaks for one request: the law of each draft token, its draw with keyed noise, and the ranking of outcomes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ssd.engine.link import Setup, Start
+from ssd.sampling import Before, Parameters, Purpose, draw, log_law, noise_key, outcome_scores, press, processed
+
+
+class Step(NamedTuple):
+    """The draft's next tokens of B columns: processed logits and log q, [B, vocabulary] each (log q none where greedy), and tokens [B]."""
+
+    scores: torch.Tensor
+    log_q: torch.Tensor | None
+    tokens: torch.Tensor
+
+
+class Proposer:
+    """The request's parameters as the draft applies them."""
+
+    def __init__(self, start: Start, setup: Setup, vocab_size: int, device: torch.device) -> None:
+        params = start.params
+        self.parameters = Parameters.of([params], [len(start.prompt)], [start.end_ids], vocab_size, device)
+        self.seed = torch.tensor([params.seed or 0], device=device)
+        self.greedy, self.coupled = params.temperature == 0, params.verification == "coupled"
+        self.ranking = setup.ranking
+        lists = setup.fan_out_miss, setup.fan_out_hit
+        # Once for all, as a list for drafts after a miss and one for drafts after a hit: (factor, count) of each place.
+        self.pressing = [
+            [(torch.tensor([C], device=device), torch.tensor([F], device=device)) for C, F in zip(setup.saguaro, fan_out, strict=False)]
+            for fan_out in lists
+        ]
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether a law hangs on which tokens came before."""
+        return self.parameters.reads_prefix
+
+    @property
+    def sends_q(self) -> bool:
+        """Whether the target needs the laws to verify: a greedy draft is a point mass, and coupling compares tokens."""
+        return not self.greedy and not self.coupled
+
+    def step(self, logits: torch.Tensor, before: Before, prefix: torch.Tensor, place: int, after_hit: bool) -> Step:
+        """Draw the token at `place` 0.. of a draft for each column. logits [B, vocabulary], prefix [B] hashes of what stands before."""
+        scores = processed(logits, self.parameters, before)
+        # Where the request bars all that this draft can say, any law is as right: what it says is rejected.
+        scores = torch.where((scores > -torch.inf).any(-1, keepdim=True), scores, logits)
+        if self.greedy:
+            return Step(scores, None, scores.argmax(-1))
+        log_q = self._pressed(log_law(scores, self.parameters), place, after_hit)
+        purpose = Purpose.TARGET if self.coupled else Purpose.DRAFT
+        return Step(scores, log_q, draw(log_q, noise_key(self.seed, purpose, before.length, prefix)))
+
+    def _pressed(self, log_q: torch.Tensor, place: int, after_hit: bool) -> torch.Tensor:
+        pressing = self.pressing[after_hit]
+        return log_q if self.coupled or place >= len(pressing) else press(log_q, *pressing[place])
+
+    def rank(self, scores: torch.Tensor, length: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+        """Return what bonus tokens are ranked by at n places, [n, vocabulary]; length and prefix [n] of what stands before each.
+
+        The law is taken as it is before Saguaro's factor: the tokens that were pressed down are those to cache.
+        """
+        if self.greedy:
+            return scores
+        keys = noise_key(self.seed, Purpose.TARGET, length, prefix) if self.ranking == "shared_noise" else None
+        return outcome_scores(scores, log_law(scores, self.parameters), keys)
