@@ -20,7 +20,6 @@ from ssd.engine.engine import Engine
 from ssd.prompts import prompts
 from ssd.specs import Configuration, Hardware, Models, Placement, Plan, SamplingParams
 
-TEMPERATURES = (0.7, 1.0)
 AR, SD = "AR", "SD, rejection"
 
 
@@ -98,7 +97,7 @@ def row(name: str, runs: dict[str, list[Run]], sizes: dict[str, list[int]]) -> s
         f"{hit:.3f} ± {error:.3f}" if hit is not None else "",
         f"{speed:.1f}",
         f"{statistics.median(ratios):.2f} ({quarter[0]:.2f}-{quarter[2]:.2f})",
-        f"{statistics.median(sizes[name]):,.0f}" if sizes[name] else "",
+        f"{statistics.fmean(sizes[name]):,.0f}" if sizes[name] else "",
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -112,6 +111,7 @@ def main() -> None:
     parser.add_argument("--fan-out", default="3,3,3,3")
     parser.add_argument("--backup", choices=["jit", "none"], default="none")
     parser.add_argument("--prompt-sets", default="code,chat")
+    parser.add_argument("--temperatures", default="0.7,1")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--output-tokens", type=int, default=64)
     asked = parser.parse_args()
@@ -125,10 +125,10 @@ def main() -> None:
     first = found["rejection, shared noise"]
     plan = Plan(**{name: getattr(first, name) for name in Configuration.model_fields}, hardware=hardware, models=models)
     with Engine.from_plan(plan) as engine:
-        for kind, T in product(asked.prompt_sets.split(","), TEMPERATURES):
+        for kind, T in product(asked.prompt_sets.split(","), map(float, asked.temperatures.split(","))):
             runs, sizes = measure(engine, found, prompts(kind, asked.num_prompts), T, asked.output_tokens)
             print(f"\n{kind}, T = {T}\n")
-            print("| way | acceptance | length | hit rate | tokens/s | against AR (quartiles) | bytes a draft |")
+            print("| way | acceptance | length | hit rate | tokens/s | against AR (quartiles) | bytes a round |")
             print("|---|---|---|---|---|---|---|")
             for name in found:
                 print(row(name, runs, sizes), flush=True)

@@ -86,6 +86,31 @@ def test_generate_gives_the_text_on_stdout_and_one_line_of_metrics_on_stderr(com
     assert "hit rate" not in plain.stderr
 
 
+def test_generate_takes_sampling_options_and_a_seed_repeats_the_text(saved, capsys):
+    options = ["--temperature", "0.9", "--top-k", "20", "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1", "--seed", "3"]
+    texts = []
+    for extra in ([], [], ["--seed", "4"], ["--temperature", "0"]):
+        assert run(["generate", "hello", "--plan", saved, "--output-tokens", "12", *options, *extra]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "-1"], "temperature=-1.0: input should be greater than or equal to 0"),
+        (["--top-p", "0"], "top_p=0.0: input should be greater than 0"),
+        (["--seed", "-3"], "seed=-3: input should be greater than or equal to 0"),
+        (["--output-tokens", "0"], "max_tokens=0: input should be greater than or equal to 1"),
+        (["--stop", ""], "stop=('',) holds an empty one: leave it out"),
+    ],
+)
+def test_a_mistaken_sampling_option_is_named(saved, capsys, options, message):
+    assert run(["generate", "hello", "--plan", saved, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_generate_as_json_prints_json_only(saved, capsys):
     assert run(["generate", "hello", "--plan", saved, "--output-tokens", "5", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

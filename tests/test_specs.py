@@ -28,7 +28,7 @@ from tests.plans import hand_typed, two_cores
 KINDS = [kind for kind in vars(specs).values() if isinstance(kind, type) and issubclass(kind, Spec) and kind is not Spec]
 UNIT = re.compile(
     r"second|bytes|FLOP|dollars|\((ratio|count|counts|tokens|token ids|rank|list|yes or no|no unit)"
-    r"|tokens|units in its own fields|list of devices"
+    r"|tokens|units in its own fields|list of devices|logits|probability|token id to|token id or"
 )
 
 

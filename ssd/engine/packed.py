@@ -31,7 +31,7 @@ class Laws:
             return None
         q = torch.cat(list(log_q)).exp().cpu().numpy()
         support = q > 0
-        if 2 * int(support.sum()) < q.size:
+        if 2 * int(support.sum()) + len(q) < q.size:
             return cls(q.shape[1], q[support], np.nonzero(support)[1].astype(np.int32), support.sum(1).astype(np.int32))
         return cls(q.shape[1], q.reshape(-1))
 

@@ -28,11 +28,8 @@ class Proposer:
         self.greedy, self.coupled = params.temperature == 0, params.verification == "coupled"
         self.ranking = setup.ranking
         lists = setup.fan_out_miss, setup.fan_out_hit
-        # Once for all, as a list for drafts after a miss and one for drafts after a hit: (factor, count) of each place.
-        self.pressing = [
-            [(torch.tensor([C], device=device), torch.tensor([F], device=device)) for C, F in zip(setup.saguaro, fan_out, strict=False)]
-            for fan_out in lists
-        ]
+        # For drafts after a miss and after a hit: factor and count at each place.
+        self.pressing = [list(zip(setup.saguaro, fan_out, strict=False)) for fan_out in lists]
 
     @property
     def reads_prefix(self) -> bool:

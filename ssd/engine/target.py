@@ -71,7 +71,7 @@ class Target:
     def __init__(self, loaded: LoadedModel, rows: int, slots: int) -> None:
         self.model = SlotModel(loaded, rows, slots)
         self.rows: list[TargetRow | None] = [None] * rows
-        self._stacked: tuple[tuple[int, ...], Parameters] | None = None
+        self._stacked: tuple[Sequence[TargetRow], Parameters | None] = ((), None)
 
     def start(self, prompt: Sequence[int], params: SamplingParams, end_ids: Sequence[int]) -> tuple[int, Verdict]:
         """Take a request in, feed its prompt and return its row and the first token of its output."""
@@ -90,14 +90,15 @@ class Target:
             logits = self.model.forward([queries if r == index else None for r in range(len(self.rows))], last_only=True)
             row.trunk[slots] = True
             row.length += len(slots)
-        self.rows[index], self._stacked = row, None
-        verdict = self._judge(logits[[index]], [index], [Proposal()])[0]
+        verdict = self._judge(logits[index : index + 1], [row], [Proposal()])[0]
         row.commit([verdict.bonus])
+        # Last of all: whatever broke this off before has left the row idle.
+        self.rows[index] = row
         return index, verdict
 
     def stop(self, index: int) -> None:
         """Forget a request."""
-        self.rows[index], self._stacked = None, None
+        self.rows[index] = None
 
     def verify(self, proposals: Sequence[Proposal | None]) -> list[Verdict | None]:
         """Verify each row's proposal (None: an idle row) in one forward, each by its own parameters, and roll back what does not stand."""
@@ -106,17 +107,21 @@ class Target:
             for row, draft in zip(self.rows, proposals, strict=True)
         ]
         logits = self.model.forward([None if pair is None else pair[0] for pair in fed])
-        active = [index for index, pair in enumerate(fed) if pair is not None]
+        active = [
+            (index, row, draft, pair[1])
+            for index, (row, draft, pair) in enumerate(zip(self.rows, proposals, fed, strict=True))
+            if row is not None and draft is not None and pair is not None
+        ]
+        if len(active) < len(proposals):
+            logits = logits[[index for index, *_ in active]]
+        verdicts = self._judge(logits, [row for _, row, _, _ in active], [draft for _, _, draft, _ in active])
         found: list[Verdict | None] = [None] * len(proposals)
-        drafts = [draft for draft in (proposals[index] for index in active) if draft is not None]
-        for index, draft, verdict in zip(active, drafts, self._judge(logits[active], active, drafts), strict=True):
-            row, pair = self.rows[index], fed[index]
-            if row is not None and pair is not None:
-                found[index] = verdict
-                row.trunk[pair[1][: verdict.accepted + 1]] = True
-                row.slots.release(pair[1][verdict.accepted + 1 :])
-                row.length += verdict.accepted + 1
-                row.commit([*draft.tokens[: verdict.accepted], verdict.bonus])
+        for (index, row, draft, slots), verdict in zip(active, verdicts, strict=True):
+            found[index] = verdict
+            row.trunk[slots[: verdict.accepted + 1]] = True
+            row.slots.release(slots[verdict.accepted + 1 :])
+            row.length += verdict.accepted + 1
+            row.commit([*draft.tokens[: verdict.accepted], verdict.bonus])
         return found
 
     def _chain(self, row: TargetRow, tokens: Sequence[int]) -> tuple[Queries, np.ndarray]:
@@ -127,11 +132,10 @@ class Target:
         fed = torch.tensor(tokens, device=self.model.device)
         return Queries(fed, np.arange(row.length, row.length + count), slots, visible), slots
 
-    def _judge(self, logits: torch.Tensor, active: Sequence[int], drafts: Sequence[Proposal]) -> list[Verdict]:
-        """Return what each active row emits. logits `[n, width, vocabulary]`, aligned at the end; one transfer to the host."""
-        rows = [row for row in (self.rows[index] for index in active) if row is not None]
+    def _judge(self, logits: torch.Tensor, rows: Sequence[TargetRow], drafts: Sequence[Proposal]) -> list[Verdict]:
+        """Return what each of n rows emits. logits `[n, width, vocabulary]`, aligned at the end; one transfer to the host."""
         n, width, vocab_size = logits.shape
-        parameters = self._parameters(tuple(active), rows, vocab_size)
+        parameters = self._parameters(rows, vocab_size)
         counts = [len(draft.tokens) for draft in drafts]
         if min(counts) < width - 1:
             places = np.minimum(np.arange(width)[None] + width - 1 - np.array(counts)[:, None], width - 1)
@@ -159,11 +163,14 @@ class Target:
             for (accepted, bonus), own, draft, row in zip(outcomes, logits, drafts, rows, strict=True)
         ]
 
-    def _parameters(self, active: tuple[int, ...], rows: Sequence[TargetRow], vocab_size: int) -> Parameters:
-        if self._stacked is None or self._stacked[0] != active:
-            ends = [row.end_ids for row in rows]
-            self._stacked = active, Parameters.of([r.params for r in rows], [r.prompt for r in rows], ends, vocab_size, self.model.device)
-        return self._stacked[1]
+    def _parameters(self, rows: Sequence[TargetRow], vocab_size: int) -> Parameters:
+        """Return the rows' parameters side by side, those of the last round where the rows are the same."""
+        known, parameters = self._stacked
+        if parameters is None or len(known) != len(rows) or any(one is not other for one, other in zip(known, rows, strict=True)):
+            columns = [row.params for row in rows], [row.prompt for row in rows], [row.end_ids for row in rows]
+            parameters = Parameters.of(*columns, vocab_size, self.model.device)
+            self._stacked = rows, parameters
+        return parameters
 
     def _proposed(self, drafts: Sequence[Proposal], log_p: torch.Tensor, needs_q: bool) -> Proposed:
         _, width, vocab_size = log_p.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ssd.sampling.noise import gumbel
@@ -15,13 +17,13 @@ def draw(log_law: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
     return (log_law if keys is None else log_law + gumbel(keys, log_law.shape[-1])).argmax(-1)
 
 
-def press(log_q: torch.Tensor, factor: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return Saguaro's law (Definition 14): the `count` [n] likeliest tokens of log_q [n, vocabulary] times `factor` [n], normalised.
+def press(log_q: torch.Tensor, factor: float, count: int) -> torch.Tensor:
+    """Return Saguaro's law (Definition 14): the `count` likeliest tokens of each log_q [n, vocabulary] times `factor`, normalised.
 
     Factor 1 changes nothing, and nothing changes where these tokens hold all the mass, the limit of a factor of 0 included.
     """
-    ranked = log_q.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-    pressed = torch.where(ranked < count[:, None], log_q + factor[:, None].to(log_q.dtype).log(), log_q)
+    best = log_q.topk(min(count, log_q.shape[-1]), -1)
+    pressed = log_q.scatter(-1, best.indices, best.values + (math.log(factor) if factor else -math.inf))
     mass = pressed.logsumexp(-1, keepdim=True)
     return torch.where(mass > -torch.inf, pressed - mass, log_q)
 

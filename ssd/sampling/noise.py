@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -38,14 +39,18 @@ class Purpose(IntEnum):
 
 def _shifted(words: Ints, places: int) -> Ints:
     """Shift right, zeros in from the left: `>>` copies the sign."""
-    return (words >> places) & ((1 << (64 - places)) - 1)
+    shifted: Ints = words >> places
+    shifted &= (1 << (64 - places)) - 1
+    return shifted
 
 
 def mix(words: Ints) -> Ints:
     """Return 64-bit integers that look independent of one another, whatever pattern `words` have; one to one."""
-    words = (words ^ _shifted(words, 30)) * FIRST
-    words = (words ^ _shifted(words, 27)) * SECOND
-    mixed: Ints = words ^ _shifted(words, 31)
+    mixed: Ints = words ^ _shifted(words, 30)
+    mixed *= FIRST
+    mixed ^= _shifted(mixed, 27)
+    mixed *= SECOND
+    mixed ^= _shifted(mixed, 31)
     return mixed
 
 
@@ -72,7 +77,7 @@ def _mix(word: int) -> int:
 def noise_key(seed: Ints, purpose: Purpose, position: Ints, prefix: Ints) -> Ints:
     """Return what a random number hangs on: the request's seed, what it is for, where, and the hash of the tokens before it; all [n]."""
     offset = _signed(int(purpose) * GOLDEN % (1 << 64))
-    return mix(mix(mix(seed + offset) + position * GOLDEN) + prefix)
+    return mix(mix(seed + offset) + position * GOLDEN + prefix)
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -94,7 +99,12 @@ def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     The bits are the same on every device; the two logarithms agree to their last digits. Small exponentials, which decide, keep all of
     fp32's relative precision: the noise reaches 43, the most that 63 bits can tell apart.
     """
-    tokens = torch.arange(1, vocab_size + 1, device=keys.device) * GOLDEN
-    words = _shifted(mix(keys[:, None] + tokens), 1) | 1
-    parts = (words.float() * 2.0**-63).clamp_(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-parts))
+    words = _shifted(mix(keys[:, None] + _steps(vocab_size, keys.device)), 1)
+    words |= 1
+    parts = words.float().mul_(-(2.0**-63)).clamp_(min=2.0**-24 - 1)
+    return parts.log1p_().neg_().log_().neg_()
+
+
+@lru_cache(maxsize=4)
+def _steps(vocab_size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, vocab_size + 1, device=device) * GOLDEN

@@ -71,7 +71,7 @@ class PairRecipe(Spec):
     )
     target_schedule: Schedule = Field(Schedule(steps=2400), description="the target's training (schedule)")
     draft: LlamaShape = Field(LlamaShape(layers=2, hidden=192, intermediate=384, heads=3, kv_heads=3), description="the draft (shape)")
-    draft_schedule: Schedule = Field(Schedule(steps=1000, learning_rate=2e-3), description="the distillation (schedule)")
+    draft_schedule: Schedule = Field(Schedule(steps=2600, learning_rate=2e-3), description="the distillation (schedule)")
     samples: int = Field(2304, ge=1, description="texts that the target writes for the distillation (count)")
 
 

@@ -286,6 +286,7 @@ def test_after_a_hit_the_list_for_hits_is_used_and_after_a_miss_the_other():
 def test_a_draft_left_by_a_cancelled_request_is_passed_over():
     ours, theirs = Pipe()
     peer = DraftPeer(None, Link(ours), 5.0, 10)
+    peer.lookahead = 1
     for message in (Draft("old", 0, (7,), None, False), Draft("new", 0, (8,), None, False)):
         Link(theirs).send(message)
     assert peer.draft("new", 0).tokens == (8,)

@@ -44,8 +44,9 @@ MUTATIONS = [
     Mutation(
         "a fixed guess is accepted where it is the target's likeliest token",
         VERIFY,
-        "proposal = torch.ones_like(chance)",
-        "chance, proposal = (log_p[:, :-1].argmax(-1) == tokens).double(), torch.ones_like(chance)",
+        "proposal = torch.where(drafts.has_q[:, None], _at(drafts.q, tokens).double(), 1.0)",
+        "has = drafts.has_q[:, None]; proposal = torch.where(has, _at(drafts.q, tokens).double(), 1.0); "
+        "chance = torch.where(has, chance, (log_p[:, :-1].argmax(-1) == tokens).double())",
         TWO,
     ),
     Mutation(
@@ -55,7 +56,13 @@ MUTATIONS = [
         "pass",
         ROUND,
     ),
-    Mutation("the residual is |p - q|", VERIFY, "(law - _row(drafts.q, at)).clamp_(min=0)", "(law - _row(drafts.q, at)).abs()", ROUND),
+    Mutation(
+        "the residual is the absolute difference of p and q",
+        VERIFY,
+        "(law - _row(drafts.q, at)).clamp_(min=0)",
+        "(law - _row(drafts.q, at)).abs()",
+        ROUND,
+    ),
     Mutation("a random number of 0 accepts what p forbids: <= for <", VERIFY, "* proposal < chance", "* proposal <= chance", ROUND),
     Mutation(
         "the noise of the bonus decides acceptance too",
@@ -75,8 +82,8 @@ MUTATIONS = [
     Mutation(
         "noise is keyed by position, without the tokens before it",
         "ssd/sampling/noise.py",
-        "+ position * GOLDEN) + prefix)",
-        "+ position * GOLDEN) + 0 * prefix)",
+        "+ position * GOLDEN + prefix)",
+        "+ position * GOLDEN + 0 * prefix)",
         LOOKS,
     ),
     Mutation(
@@ -148,15 +155,15 @@ MUTATIONS = [
     Mutation(
         "the noise is exponential, not Gumbel",
         "ssd/sampling/noise.py",
-        "return -torch.log(-torch.log1p(-parts))",
-        "return -torch.log1p(-parts)",
+        "return parts.log1p_().neg_().log_().neg_()",
+        "return parts.log1p_().neg_()",
         NOISE,
     ),
     Mutation(
         "tokens of a vocabulary share their noise in pairs",
         "ssd/sampling/noise.py",
-        "torch.arange(1, vocab_size + 1, device=keys.device)",
-        "torch.arange(1, vocab_size + 1, device=keys.device) // 2",
+        "torch.arange(1, vocab_size + 1, device=device)",
+        "torch.arange(1, vocab_size + 1, device=device) // 2",
         NOISE,
     ),
     Mutation(
@@ -169,8 +176,8 @@ MUTATIONS = [
     Mutation(
         "a branch's noise knows the text before the branch, not its own tokens",
         "ssd/engine/draft.py",
-        "roots = Roots(chosen.bonus, extend(before, chosen.bonus), ids)",
-        "roots = Roots(chosen.bonus, before, ids)",
+        "return Roots(chosen.bonus, extend(before, chosen.bonus), ids)",
+        "return Roots(chosen.bonus, before, ids)",
         JIT,
     ),
     Mutation(

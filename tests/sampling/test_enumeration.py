@@ -51,7 +51,7 @@ def several(examples):
     return settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@several(60)
+@several(150)
 @given(worlds([(2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (2, 3)]))
 def test_a_round_emits_the_targets_law(world):
     assert error(world) < EXACT
@@ -64,7 +64,7 @@ def test_a_long_round_emits_the_targets_law(world):
     assert error(world) < EXACT
 
 
-@several(25)
+@several(50)
 @given(worlds([(2, 1), (2, 2), (3, 1)], rounds=2, backups=("none", "jit", "ngram")))
 def test_two_rounds_with_a_cache_between_them_emit_the_targets_law(world):
     assert error(world) < EXACT

@@ -270,15 +270,15 @@ class Play:
         """Verify with the target's own code; its logits stand at the end of a row, as they come from a forward."""
         self.noise.rows = list(paths)
         target = Target.__new__(Target)
-        target.model, target._stacked = SimpleNamespace(device=torch.device("cpu")), None
+        target.model, target._stacked = SimpleNamespace(device=torch.device("cpu")), ((), None)
         empty = np.zeros(1, bool)
-        target.rows = [TargetRow(self.target_params, (), empty, None, len(PROMPT), list(text), prefix_hash(text)) for text in texts]
+        rows = [TargetRow(self.target_params, (), empty, None, len(PROMPT), list(text), prefix_hash(text)) for text in texts]
         width = 1 + max(len(proposal.tokens) for proposal in proposals)
         logits = torch.zeros(len(paths), width, self.world.vocab_size)
         for row, (text, proposal) in enumerate(zip(texts, proposals, strict=True)):
             own = _logits(self.world.p, [text + proposal.tokens[:k] for k in range(len(proposal.tokens) + 1)])
             logits[row, width - len(own) :] = own
-        verdicts = target._judge(logits, range(len(paths)), proposals)
+        verdicts = target._judge(logits, rows, proposals)
         return [(v.accepted, (*proposal.tokens[: v.accepted], v.bonus)) for v, proposal in zip(verdicts, proposals, strict=True)]
 
 
