@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -132,6 +133,27 @@ def test_rejection_with_the_draft_as_backup_gives_the_tokens_of_sd_whatever_is_c
 
     law()
     assert min(seen["hit True"], seen["hit False"], seen["accepted"], seen["rejected"]) > 30, seen
+
+
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_a_draft_that_is_the_target_is_accepted_whole_whatever_the_request_asks(verification):
+    """Both apply the request to the same texts, branch by branch: with the same logits there is nothing to reject."""
+    target = tiny_model("llama", 81)
+    asked = {
+        "temperature": 0.8,
+        "seed": 3,
+        "verification": verification,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 1.0,
+        "presence_penalty": 1.0,
+        "bad_words_token_ids": ((5,), (6, 7)),
+        "min_tokens": 20,
+        "top_k": 30,
+    }
+    with pair(target, noisy(target, 0.0, 0), CONTEXT) as both:
+        request = both.decode(setup(3, (2, 2, 2, 6)), [1, 2, 3], 41, patient=True, **asked)
+    assert [r.accepted for r in request.rounds] == [3] * 10
+    assert sum(bool(r.hit) for r in request.rounds) > 5
 
 
 def test_shared_noise_hits_more_often_than_ranking_by_probability():

@@ -19,6 +19,7 @@ TWO = "tests/sampling/test_enumeration.py::test_two_rounds_with_a_cache_between_
 LOOKS = "tests/sampling/test_enumeration.py::test_a_cache_that_looks_at_all_draws_leaves_the_law_alone"
 NOISE = "tests/sampling/test_noise.py"
 ALONE = "tests/sampling/test_verification.py::test_a_row_is_verified_as_if_it_were_alone"
+SAME = "tests/engine/test_sampling.py::test_a_draft_that_is_the_target_is_accepted_whole_whatever_the_request_asks"
 JIT = "tests/engine/test_sampling.py::test_rejection_with_the_draft_as_backup_gives_the_tokens_of_sd_whatever_is_cached"
 
 
@@ -171,7 +172,7 @@ MUTATIONS = [
         "ssd/engine/cache.py",
         "self.ids = torch.cat([self.ids, tokens[:, None]], 1)",
         "pass",
-        JIT,
+        SAME,
     ),
     Mutation(
         "a branch's noise knows the text before the branch, not its own tokens",
