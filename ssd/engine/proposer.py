@@ -44,8 +44,9 @@ class Proposer:
     def step(self, logits: torch.Tensor, before: Before, prefix: torch.Tensor, place: int, after_hit: bool) -> Step:
         """Draw the token at `place` 0.. of a draft for each column. logits [B, vocabulary], prefix [B] hashes of what stands before."""
         scores = processed(logits, self.parameters, before)
-        # Where the request bars all that this draft can say, any law is as right: what it says is rejected.
-        scores = torch.where((scores > -torch.inf).any(-1, keepdim=True), scores, logits)
+        if scores is not logits:
+            # Where the request bars all that this draft can say, any law is as right: what it says is rejected.
+            scores = torch.where((scores > -torch.inf).any(-1, keepdim=True), scores, logits)
         if self.greedy:
             return Step(scores, None, scores.argmax(-1))
         log_q = self._pressed(log_law(scores, self.parameters), place, after_hit)

@@ -1,6 +1,6 @@
 """The law of whole short texts, drawn through the two real processes, against the exact one: chi-square, by mode and backup.
 
-`python -m tests.engine.short_texts` prints the table of p-values with 2,000 texts each.
+`python -m tests.engine.short_texts` prints the table of p-values with 1,000 texts each.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
         print("| mode | texts | hit rate | acceptance | p |\n|---|---|---|---|---|")
         for name, configuration in ways().items():
             with ssd.Engine.from_plan(hand_typed(*paths)) as engine:
-                outputs = drawn(engine, configuration, 2000)
+                outputs = drawn(engine, configuration, 1000)
                 done = engine.metrics()
             rates = [f"{rate:.2f}" if rate is not None else "" for rate in (done.cache_hit_rate, done.draft_acceptance_rate)]
             print(f"| {name} | {len(outputs):,} | {' | '.join(rates)} | {p_value(law, outputs):.3f} |", flush=True)
