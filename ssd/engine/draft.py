@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ from ssd.engine.packed import Laws
 from ssd.engine.proposer import Proposer
 from ssd.engine.spans import MAX_SPANS, recorded
 from ssd.models import LoadedModel
-from ssd.sampling import extend, prefix_hash
+from ssd.sampling import extend, padded, prefix_hash
 
 T = TypeVar("T")
 
@@ -100,13 +99,8 @@ class DraftRow:
         ids = None
         if self.proposer.reads_prefix:
             texts = [[*self.committed, *self.sent[:k]] for k in chosen.accepted]
-            ids = torch.cat([padded(texts, self.length + len(self.sent)).to(chosen.bonus.device), chosen.bonus[:, None]], 1)
+            ids = torch.cat([padded(texts).to(chosen.bonus.device), chosen.bonus[:, None]], 1)
         return Roots(chosen.bonus, extend(before, chosen.bonus), ids)
-
-
-def padded(texts: Sequence[Sequence[int]], width: int) -> torch.Tensor:
-    """Return token ids side by side, -1 in front of a shorter text, [texts, width]."""
-    return torch.tensor([[-1] * (width - len(text)) + list(text) for text in texts])
 
 
 class Drafter:
@@ -206,7 +200,7 @@ class Drafter:
         row.trunk[slots[-1]] = False
         own = np.concatenate([slots[-1:], row.slots.take(self.setup.num_speculative_tokens)])
         device = self.model.device
-        ids = padded([row.committed], row.length).to(device) if row.proposer.reads_prefix else None
+        ids = padded([row.committed]).to(device) if row.proposer.reads_prefix else None
         root = Roots(torch.tensor(chunk[-1:], device=device), torch.tensor([row.prefix], device=device), ids)
         parts = np.zeros(1, dtype=int), np.array([row.length - 1]), own[None], row.trunk[None].copy()
         row.draft = Branches(row.proposer, root, *parts, after_hit=False)

@@ -36,11 +36,6 @@ class Laws:
         return cls(q.shape[1], q.reshape(-1))
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the link."""
-        return sum(part.nbytes for part in (self.values, self.ids, self.counts) if part is not None)
-
-    @property
     def places(self) -> int:
         """K."""
         return self.values.size // self.width if self.counts is None else len(self.counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from ssd.engine.forward import Queries, SlotModel
 from ssd.engine.kv import Slots
 from ssd.engine.packed import Laws
 from ssd.models import LoadedModel
-from ssd.sampling import Before, Parameters, Proposed, Purpose, log_law, noise_key, prefix_hash, processed, verify
+from ssd.sampling import Before, Parameters, Proposed, Purpose, log_law, noise_key, padded, prefix_hash, processed, verify
 from ssd.specs import SamplingParams
 
 PREFILL_CHUNK = 256
@@ -188,23 +189,19 @@ class Target:
 
     def _keys(self, rows: Sequence[TargetRow], drafts: Sequence[Proposal], length: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys of the acceptances `[n, width - 1]` and of the target's draws `[n, width]`: each knows the tokens before it."""
-        prefixes = np.empty(length.shape, dtype=np.int64)
+        # Past the end of a shorter draft stand keys that nobody reads.
+        prefixes = np.zeros(length.shape, dtype=np.int64)
         for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            for k in range(length.shape[1]):
-                prefixes[place, k] = prefix_hash(draft.tokens[k - 1 : k], int(prefixes[place, k - 1])) if k else row.prefix
+            known = accumulate(draft.tokens, lambda before, token: prefix_hash([token], before), initial=row.prefix)
+            prefixes[place, : len(draft.tokens) + 1] = list(known)
         seeds = np.array([row.params.seed or 0 for row in rows])[:, None]
         accept = noise_key(seeds, Purpose.ACCEPT, length[:, :-1], prefixes[:, :-1])
         return self._upload(accept), self._upload(noise_key(seeds, Purpose.TARGET, length, prefixes))
 
     def _ids(self, rows: Sequence[TargetRow], drafts: Sequence[Proposal], width: int) -> torch.Tensor:
         """Return the tokens before each place, `[n * width, longest]`, -1 in front."""
-        longest = max(len(row.tokens) for row in rows) + width - 1
-        ids = np.full((len(rows), width, longest), -1)
-        for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            for k in range(width):
-                text = [*row.tokens, *draft.tokens[:k]]
-                ids[place, k, longest - len(text) :] = text
-        return self._upload(ids.reshape(-1, longest))
+        texts = [[*row.tokens, *draft.tokens[:k]] for row, draft in zip(rows, drafts, strict=True) for k in range(width)]
+        return padded(texts).to(self.model.device, non_blocking=True)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.model.device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,12 @@ class Before:
 
     length: torch.Tensor
     ids: torch.Tensor | None = None
+
+
+def padded(texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return token ids side by side as `Before.ids`: -1 in front of a shorter text, [n, longest]."""
+    longest = max(map(len, texts))
+    return torch.tensor([[-1] * (longest - len(text)) + list(text) for text in texts])
 
 
 def processed(logits: torch.Tensor, parameters: Parameters, before: Before) -> torch.Tensor:
