@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 
-from ssd.bench.run import Run, Totals
+from ssd.bench.measure import run_once
+from ssd.bench.run import Run, Totals, median_speed
 from ssd.engine.engine import Engine
 from ssd.prompts import prompts
 from ssd.specs import Configuration, Hardware, Models, Placement, Plan, SamplingParams
@@ -70,14 +71,12 @@ def measure(engine: Engine, found: dict[str, Configuration], texts: Sequence[str
     for place, text in enumerate(["def warm_up():", *texts]):
         turn = place % len(names)
         for name in [*names[turn:], *names[:turn]]:
-            engine.configure(found[name])
-            engine.timeline()
             scheme = "coupled" if name == "coupled" else "rejection"
             params = SamplingParams(max_tokens=tokens if place else 8, temperature=T, ignore_eos=True, seed=place, verification=scheme)
             with weighed(engine) as bytes_now:
-                output = engine.generate(text, params)[0]
+                run = run_once(engine, found[name], text, params)
             if place:
-                runs[name].append(Run(output, engine.timeline()))
+                runs[name].append(run)
                 sizes[name] += bytes_now
     return runs, sizes
 
@@ -87,7 +86,6 @@ def row(name: str, runs: dict[str, list[Run]], sizes: dict[str, list[int]]) -> s
     ratios = [run.tokens_per_second / ar.tokens_per_second for run, ar in zip(runs[name], runs[AR], strict=True)]
     quarter = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     totals = Totals.of(runs[name])
-    speed = statistics.median(run.tokens_per_second for run in runs[name])
     hit = totals.hit_rate
     error = (hit * (1 - hit) / (totals.hits + totals.misses)) ** 0.5 if hit is not None else 0.0
     cells = [
@@ -95,7 +93,7 @@ def row(name: str, runs: dict[str, list[Run]], sizes: dict[str, list[int]]) -> s
         f"{totals.draft_acceptance_rate:.3f}" if totals.draft_acceptance_rate is not None else "",
         f"{totals.mean_acceptance_length:.2f}" if totals.mean_acceptance_length is not None else "1",
         f"{hit:.3f} ± {error:.3f}" if hit is not None else "",
-        f"{speed:.1f}",
+        f"{median_speed(runs[name]):.1f}",
         f"{statistics.median(ratios):.2f} ({quarter[0]:.2f}-{quarter[2]:.2f})",
         f"{statistics.fmean(sizes[name]):,.0f}" if sizes[name] else "",
     ]

@@ -74,7 +74,7 @@ def _warm_up(
             continue
         runnable.append(configuration)
         for _ in range(warmup):
-            _run(engine, configuration, prompt, params)
+            run_once(engine, configuration, prompt, params)
     return runnable, skipped
 
 
@@ -84,11 +84,11 @@ def _measure(engine: Engine, chosen: Sequence[Configuration], prompts: Sequence[
         tell(f"prompt {place + 1} of {len(prompts)}", place / len(prompts))
         turn = place % len(chosen)
         for configuration in [*chosen[turn:], *chosen[:turn]]:
-            runs[configuration].append(_run(engine, configuration, prompt, params))
+            runs[configuration].append(run_once(engine, configuration, prompt, params))
     return runs
 
 
-def _run(engine: Engine, configuration: Configuration, prompt: str, params: SamplingParams) -> Run:
+def run_once(engine: Engine, configuration: Configuration, prompt: str, params: SamplingParams) -> Run:
     """Decode one prompt; taking the timeline also waits until the draft is at rest, so that the next run has the machine to itself."""
     engine.configure(configuration)
     engine.timeline()
