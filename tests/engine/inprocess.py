@@ -121,6 +121,20 @@ def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, de
         thread.join(20)
 
 
+@contextmanager
+def recorded(peer):
+    """The drafts that come from `peer` in the meantime."""
+    sent, receive = [], peer.draft
+
+    def draft(request, index):
+        sent.append(receive(request, index))
+        return sent[-1]
+
+    peer.draft = draft
+    yield sent
+    peer.draft = receive
+
+
 def reference(model: PreTrainedModel, prompt: list[int], count: int, ends: frozenset[int] = frozenset()) -> list[int]:
     """What transformers' own greedy generate gives."""
     model.set_attn_implementation("sdpa")

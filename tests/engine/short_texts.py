@@ -15,8 +15,9 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 import ssd
-from ssd.specs import Configuration, Placement, SamplingParams, Verification
-from tests.plans import CORES, hand_typed
+from ssd.specs import Configuration, SamplingParams, Verification
+from tests import handmade
+from tests.plans import hand_typed
 from tests.tiny import make_pair
 
 PROMPT = [5, 6]
@@ -26,17 +27,11 @@ Law = dict[tuple[int, ...], float]
 
 def ways() -> dict[str, Configuration]:
     """Every mode, backup and way to verify and rank."""
-    alone = CORES[:1]
-    base = {
-        "mode": "ssd",
-        "num_speculative_tokens": 2,
-        "fan_out_hit": (1, 1, 1),
-        "fan_out_miss": (1, 1, 1),
-        "placement": Placement(target=alone, draft=CORES[1:]),
-    }
+    ones = (1, 1, 1)
+    base = {"mode": "ssd", "num_speculative_tokens": 2, "fan_out_hit": ones, "fan_out_miss": ones, "placement": handmade.SSD.placement}
     return {
-        "AR": Configuration(mode="ar", placement=Placement(target=alone)),
-        "SD": Configuration(mode="sd", num_speculative_tokens=2, placement=Placement(target=alone, draft=alone)),
+        "AR": handmade.AR,
+        "SD": handmade.sd(2),
         "SSD, `jit`": Configuration(**base),
         "SSD, `none`": Configuration(**base, backup="none"),
         "SSD, `none`, ranked by q": Configuration(**base, backup="none", ranking="probability"),

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
 from multiprocessing import Pipe
@@ -25,7 +24,7 @@ from ssd.engine.kv import Slots
 from ssd.engine.link import Draft, Link, LinkError
 from ssd.engine.scheduler import DraftPeer
 from ssd.specs import Models, Placement, SamplingParams
-from tests.engine.inprocess import differs, loaded, noisy, pair, reference, setup, tiny_model
+from tests.engine.inprocess import differs, loaded, noisy, pair, recorded, reference, setup, tiny_model
 from tests.plans import CORES, hand_typed, two_cores
 from tests.tiny import EXTRA, tokenizer
 
@@ -231,20 +230,6 @@ def test_interrupts_at_any_moment_leave_an_engine_that_decodes_the_same(plan_for
                 assert engine.generate("hello", params)[0].token_ids == expected
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def recorded(peer):
-    """The drafts that come from `peer` in the meantime."""
-    sent, receive = [], peer.draft
-
-    def draft(request, index):
-        sent.append(receive(request, index))
-        return sent[-1]
-
-    peer.draft = draft
-    yield sent
-    peer.draft = receive
 
 
 @pytest.mark.parametrize("patient", [False, True])

@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.models import ARCHITECTURES
 from tests.engine.inprocess import differs, noisy, pair, reference, setup, tiny_model
+from tests.strategies import fan_outs, several
 
 QUICK = ("llama", "qwen2", "qwen3", "gpt2")
 CONTEXT = 96
@@ -19,11 +20,10 @@ CONTEXT = 96
 @st.composite
 def situations(draw):
     K = draw(st.integers(1, 6))
-    fan_outs = st.lists(st.integers(0, 3), min_size=K + 1, max_size=K + 1).filter(any).map(tuple)
     return {
         "K": K,
-        "hit": draw(fan_outs),
-        "miss": draw(fan_outs),
+        "hit": draw(fan_outs(K)),
+        "miss": draw(fan_outs(K)),
         "backup": draw(st.sampled_from(["jit", "none"])),
         "noise": draw(st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0])),
         "seed": draw(st.integers(0, 10_000)),
@@ -51,7 +51,7 @@ def check(architecture: str, case: dict, seen: Counter) -> None:
 def run(architecture: str, examples: int) -> Counter:
     seen: Counter = Counter()
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @several(examples)
     @given(situations())
     def law(case):
         check(architecture, case, seen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -14,40 +14,21 @@ from transformers import AutoModelForCausalLM
 import ssd
 from ssd.engine.resolve import resolved
 from ssd.engine.text import Text
-from ssd.specs import EMBEDDED_TARGET, Configuration, Placement, SamplingParams
+from ssd.models import locate
+from ssd.specs import EMBEDDED_TARGET, SamplingParams
+from tests import handmade
+from tests.engine.inprocess import recorded
 from tests.engine.short_texts import drawn as drawn_texts
 from tests.engine.short_texts import exact_law, p_value, ways
 from tests.plans import CORES, hand_typed
 from tests.tiny import tokenizer
 
 PROMPT = "hello, world"
-AR = Configuration(mode="ar", placement=Placement(target=CORES[:1]))
-SD = Configuration(mode="sd", num_speculative_tokens=3, placement=Placement(target=CORES[:1], draft=CORES[:1]))
-SSD = Configuration(
-    mode="ssd",
-    num_speculative_tokens=3,
-    fan_out_hit=(2, 2, 2, 2),
-    fan_out_miss=(2, 2, 2, 2),
-    placement=Placement(target=CORES[:1], draft=CORES[1:]),
-)
-MODES = [AR, SD, SSD, SSD.model_copy(update={"backup": "none"})]
+SD = handmade.sd()
+SSD = handmade.SSD.model_copy(update={"fan_out_hit": (2, 2, 2, 2), "fan_out_miss": (2, 2, 2, 2)})
+MODES = [handmade.AR, SD, SSD, SSD.model_copy(update={"backup": "none"})]
 
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-
-
-@contextmanager
-def weighed(engine):
-    """Whether each draft that comes in the meantime carries laws."""
-    found, receive = [], engine.peer.draft
-
-    def draft(request, index):
-        message = receive(request, index)
-        found.append(message.laws is not None)
-        return message
-
-    engine.peer.draft = draft
-    yield found
-    engine.peer.draft = receive
 
 
 def drawn(**changes) -> SamplingParams:
@@ -100,9 +81,9 @@ def test_without_a_seed_outputs_differ_and_the_plan_says_how_they_are_verified(e
     assert one != other
     for planned in ("rejection", "coupled"):
         engine.configure(SSD.model_copy(update={"verification": planned}))
-        with weighed(engine) as laws:
+        with recorded(engine.peer) as sent:
             engine.generate(PROMPT, drawn(seed=None))
-        assert any(laws) == (planned == "rejection")
+        assert any(draft.laws is not None for draft in sent) == (planned == "rejection")
 
 
 def test_n_outputs_of_a_prompt_come_in_order_each_with_its_own_noise_and_the_first_is_that_of_one(engine):
@@ -268,9 +249,6 @@ def test_the_first_stop_string_ends_the_text_and_nothing_is_shown_too_early(text
         assert growing.finish() == text
 
 
+@lru_cache
 def embedded_tokenizer():
-    from ssd.models import locate
-
-    if not hasattr(embedded_tokenizer, "found"):
-        embedded_tokenizer.found = locate("target", EMBEDDED_TARGET).tokenizer()
-    return embedded_tokenizer.found
+    return locate("target", EMBEDDED_TARGET).tokenizer()

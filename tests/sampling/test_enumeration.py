@@ -6,12 +6,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sampling.cells import gumbel_cells, uniform_cells
 from tests.sampling.tables import pairs, table
 from tests.sampling.world import PROMPT, Path, Play, World, enumerated, exact_law, law_of_texts
+from tests.strategies import several
 from theory.coupling import coupled_acceptance_rate
 
 EXACT = 1e-12
@@ -45,10 +46,6 @@ def worlds(draw, sizes, rounds=1, backups=("none",)):
         backup=draw(st.sampled_from(backups)),
         rounds=rounds,
     )
-
-
-def several(examples):
-    return settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @several(150)
