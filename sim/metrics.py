@@ -1,7 +1,8 @@
 """What a run amounts to: one record a round, summed up under the names that the field uses. Engine and simulator share it."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +11,8 @@ class Round:
 
     drafted, accepted: draft tokens received and accepted; committed: tokens kept, bonus included, after cropping at a stop. hit: the draft
     came from the speculation cache (True), did not (False), or there was no cache (None: AR, SD). backup: the draft, maybe empty,
-    came from the backup. Seconds of the verification and of the target's wait for the draft before it. ValueError for impossible counts.
+    came from the backup. Seconds of the verification and of the target's wait for the draft before it; start: when that wait began, on
+    the timeline's clock, 0 where nobody looked. drafter: who made the draft, in a word. ValueError for impossible counts.
     """
 
     request: str
@@ -21,6 +23,8 @@ class Round:
     backup: bool
     verify_seconds: float
     wait_seconds: float
+    start: float = 0.0
+    drafter: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.accepted <= self.drafted:
@@ -64,6 +68,7 @@ class Metrics:
     time_to_first_token: float | None
     output_tokens_per_second: float | None
     time_per_output_token: float | None
+    num_requests: int = 1
 
     @classmethod
     def from_rounds(
@@ -105,11 +110,54 @@ class Metrics:
             time_to_first_token=time_to_first_token,
             output_tokens_per_second=_ratio(num_output_tokens, total_seconds),
             time_per_output_token=None if time_to_first_token is None else _ratio(after_first, num_output_tokens - num_requests),
+            num_requests=num_requests,
         )
+
+    def plus(self, other: "Metrics") -> "Metrics":
+        """Both together: sums of counts and seconds, and what follows from them; means over requests are weighted by their number."""
+        added = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in (
+                *(
+                    "num_rounds",
+                    "num_drafts",
+                    "num_draft_tokens",
+                    "num_accepted_tokens",
+                    "num_cache_hits",
+                    "num_cache_misses",
+                    "num_backups",
+                ),
+                *("verify_seconds", "wait_seconds", "num_output_tokens", "total_seconds", "num_requests"),
+            )
+        }
+        both = (self, other)
+        firsts = [m.time_to_first_token for m in both if m.time_to_first_token is not None]
+        first = sum(m.num_requests * (m.time_to_first_token or 0.0) for m in both) / added["num_requests"] if len(firsts) == 2 else None
+        after = sum((m.time_per_output_token or 0.0) * (m.num_output_tokens - m.num_requests) for m in both)
+        hits, misses = (sum((getattr(m, f"mean_acceptance_length_on_{kind}") or 0.0) * count(m) for m in both) for kind, count in _KINDS)
+        return Metrics(
+            **added,
+            draft_acceptance_rate=_ratio(added["num_accepted_tokens"], added["num_draft_tokens"]),
+            mean_acceptance_length=_ratio(added["num_drafts"] + added["num_accepted_tokens"], added["num_drafts"]),
+            acceptance_histogram=tuple(map(sum, zip_longest(*(m.acceptance_histogram for m in both), fillvalue=0))),
+            cache_hit_rate=_ratio(added["num_cache_hits"], added["num_cache_hits"] + added["num_cache_misses"]),
+            mean_acceptance_length_on_hit=_ratio(hits, added["num_cache_hits"]),
+            mean_acceptance_length_on_miss=_ratio(misses, added["num_cache_misses"]),
+            time_to_first_token=first,
+            output_tokens_per_second=_ratio(added["num_output_tokens"], added["total_seconds"]),
+            time_per_output_token=None if first is None else _ratio(after, added["num_output_tokens"] - added["num_requests"]),
+        )
+
+    def over(self, seconds: float) -> "Metrics":
+        """The same with other seconds in all, and the output tokens a second that follow: of requests that overlapped, wall clock."""
+        return replace(self, total_seconds=seconds, output_tokens_per_second=_ratio(self.num_output_tokens, seconds))
 
     def to_dict(self) -> dict[str, object]:
         """The fields by name, ready for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+_KINDS: tuple[tuple[str, Callable[[Metrics], int]], ...] = (("hit", lambda m: m.num_cache_hits), ("miss", lambda m: m.num_cache_misses))
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from sim.metrics import Round
 
 DEVICES = ("target", "draft")
 # A target that waits and a draft that has nothing to build do no work.
@@ -35,10 +37,10 @@ class Span:
 
 
 class Timeline:
-    """Spans in the order in which they were added."""
+    """Spans in the order in which they were added, and the rounds of the requests that they served."""
 
-    def __init__(self, spans: Iterable[Span] = ()) -> None:
-        self.spans = list(spans)
+    def __init__(self, spans: Iterable[Span] = (), rounds: Iterable[Round] = ()) -> None:
+        self.spans, self.rounds = list(spans), list(rounds)
 
     def add(self, span: Span) -> None:
         """Append one span."""
@@ -54,9 +56,16 @@ class Timeline:
         return _length(_intersection(draft, verify)) / _length(draft) if draft else 0.0
 
     def to_chrome(self) -> dict[str, object]:
-        """The spans as Chrome/Perfetto trace events: complete ("X") events in microseconds, one thread a device."""
-        names = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": device}} for tid, device in enumerate(DEVICES)]
-        return {"traceEvents": [*names, *map(_chrome_event, self.spans)], "displayTimeUnit": "ms"}
+        """Chrome/Perfetto trace events: complete ("X") events in microseconds, a thread for each device, and one for each request, where
+        a round says who drafted, how many tokens and how many of them were accepted."""
+        requests = {name: tid for tid, name in enumerate(dict.fromkeys(entry.request for entry in self.rounds))}
+        threads = [(0, tid, device) for tid, device in enumerate(DEVICES)] + [(1, tid, name) for name, tid in requests.items()]
+        names = [{"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}} for pid, tid, name in threads]
+        processes = [
+            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in enumerate(("devices", "requests"))
+        ]
+        rounds = [_chrome_round(entry, requests[entry.request]) for entry in self.rounds]
+        return {"traceEvents": [*processes, *names, *map(_chrome_event, self.spans), *rounds], "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
         """Write the Chrome/Perfetto trace as JSON."""
@@ -79,6 +88,18 @@ def _chrome_event(span: Span) -> dict[str, object]:
         "pid": 0,
         "tid": DEVICES.index(span.device),
         "args": {"round": span.round, "request": span.request},
+    }
+
+
+def _chrome_round(entry: Round, tid: int) -> dict[str, object]:
+    return {
+        "name": f"{entry.drafter} {entry.accepted}/{entry.drafted}",
+        "ph": "X",
+        "ts": entry.start * 1e6,
+        "dur": (entry.wait_seconds + entry.verify_seconds) * 1e6,
+        "pid": 1,
+        "tid": tid,
+        "args": asdict(entry),
     }
 
 

@@ -133,7 +133,7 @@ class _Profiler:
 
     def _target(self, place: Placement, tokens: int, alone: bool) -> list[float]:
         with pinned(place.target), self._busy_draft(alone):
-            return rehearse(self.engine.loaded, 1, tokens, self.context, lambda done: done < REPEATS)
+            return rehearse(self.engine.loaded, tokens, self.context, lambda done: done < REPEATS)
 
     @contextmanager
     def _busy_draft(self, alone: bool) -> Iterator[None]:
@@ -154,7 +154,7 @@ class _Profiler:
         link = self.engine.peer.link
         self.engine.peer.tell(question)
         with pinned(place.target):
-            rehearse(self.engine.loaded, 1, BUSY_TOKENS, self.context, lambda _: link.peek() is None)
+            rehearse(self.engine.loaded, BUSY_TOKENS, self.context, lambda _: link.peek() is None)
         return list(link.expect(Rehearsed, deadline=self.engine.deadline).seconds)
 
     def _ask(self, question: object, kind: type[T]) -> T:

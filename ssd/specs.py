@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sim.metrics import Metrics
+from sim.metrics import Metrics, Round
 
 Mode = Literal["ar", "sd", "ssd"]
-Backup = Literal["jit", "none"]
+Backup = Literal["jit", "ngram", "none"]
 Verification = Literal["rejection", "coupled"]
 Ranking = Literal["shared_noise", "probability"]
+Building = Literal["fixed", "anytime"]
 Objective = Literal["latency", "throughput", "cost"]
 Source = Literal["measured", "roofline", "assumed"]
 
@@ -290,7 +291,20 @@ class Configuration(Spec):
     num_speculative_tokens: int = Field(0, ge=0, description="lookahead K (tokens); 0 in mode ar")
     fan_out_hit: tuple[int, ...] = Field((), description="F_0..F_K after a hit: outcomes cached with k accepted (counts)")
     fan_out_miss: tuple[int, ...] = Field((), description="F_0..F_K after a miss (counts)")
-    backup: Backup = Field("jit", description="who drafts on a miss: the draft model now, or nobody (no unit)")
+    budget: int = Field(
+        0,
+        ge=0,
+        description="outcomes cached for a request on average, each round those most probable by the draft's calibrated confidence over "
+        "all requests of the batch (count); 0 leaves the choice to the fan-out lists",
+    )
+    building: Building = Field(
+        "fixed",
+        description="fixed: every draft has all K tokens, and exactly what is planned is cached; anytime: the cache is built for as long "
+        "as the target verifies, the likeliest first, and a draft that is short is sent as it is where that is faster (no unit)",
+    )
+    backup: Backup = Field(
+        "jit", description="who drafts on a miss: the draft model now, a look-up in prompt and output, or nobody (no unit)"
+    )
     verification: Verification = Field(
         "rejection", description="how the drafts of a request without a seed are verified above temperature 0 (no unit)"
     )
@@ -321,21 +335,28 @@ class Configuration(Spec):
         if self.saguaro:
             self._check_saguaro()
         if self.mode == "ar":
-            if K or self.fan_out_hit or self.fan_out_miss:
-                raise ValueError(f"mode='ar' drafts nothing: num_speculative_tokens={K} and fan-outs must be left out")
+            if K or self.fan_out_hit or self.fan_out_miss or self.budget or self.building != "fixed":
+                raise ValueError(f"mode='ar' drafts nothing: num_speculative_tokens={K}, fan-outs, budget and building must be left out")
             return self
         if K < 1:
             raise ValueError(f"num_speculative_tokens={K}: mode={self.mode!r} needs at least 1; use mode='ar' to decode without a draft")
         if not self.placement.draft:
             raise ValueError(f"placement.draft is empty: mode={self.mode!r} needs a device for the draft")
         if self.mode == "sd":
-            if self.fan_out_hit or self.fan_out_miss or self.backup != "jit" or self.ranking != "shared_noise":
-                raise ValueError("mode='sd' has no cache: leave fan_out_hit, fan_out_miss and ranking out and backup at 'jit'")
+            given = self.fan_out_hit, self.fan_out_miss, self.budget, self.backup, self.building, self.ranking
+            if given != ((), (), 0, "jit", "fixed", "shared_noise"):
+                raise ValueError(
+                    "mode='sd' has no cache: leave fan_out_hit, fan_out_miss, budget, building and ranking out and backup at 'jit'"
+                )
             return self
         if self.placement.overlaps:
             raise ValueError(
                 f"placement={self.placement.model_dump()}: mode='ssd' needs a device for the draft alone; use mode='sd' on one"
             )
+        if self.budget:
+            if self.fan_out_hit or self.fan_out_miss:
+                raise ValueError(f"budget={self.budget} chooses the outcomes anew each round: leave fan_out_hit and fan_out_miss out")
+            return self
         for name in ("fan_out_hit", "fan_out_miss"):
             check_fan_out(name, getattr(self, name), K)
         return self
@@ -358,7 +379,8 @@ def check_fan_out(name: str, fan_out: tuple[int, ...], K: int) -> None:
         raise ValueError(f"{name}={fan_out} has {len(fan_out)} entries: with num_speculative_tokens={K} give {K + 1}, F_0 to F_{K}")
     if min(fan_out) < 0 or not any(fan_out):
         raise ValueError(
-            f"{name}={fan_out} caches nothing or a negative number: give counts of 0 or more, at least one above 0, or use mode='sd'"
+            f"{name}={fan_out} caches nothing or a negative number: give counts of 0 or more, at least one above 0, "
+            "give a budget, or use mode='sd'"
         )
 
 
@@ -410,6 +432,7 @@ class RequestOutput(Spec):
     )
     stop_reason: int | str | None = Field(None, description="the token or string that ended the output (token id or no unit)")
     metrics: Metrics = Field(description="counts, rates and seconds of this request (units in its own fields)")
+    rounds: tuple[Round, ...] = Field((), description="every round of it: who drafted how much, what was accepted, where the time went")
 
 
 class StreamChunk(Spec):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,8 @@ from ssd.engine.kv import Abort
 from ssd.engine.proposer import Proposer
 from ssd.sampling import Before, extend
 from theory.fanout import shortened
+
+LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,10 @@ class Roots:
 class Branches:
     """Continuations of one row that grow together, one token a step; the root of column b follows `accepted[b]` draft tokens.
 
-    positions `[B]` of the roots, slots `[B, steps]` for what is fed, visible `[B, slots]` before it. Once fed, `tokens[i]` is the token
-    fed at step i and `prefixes[i]` the hash up to it, `[B]`; `scores[i]` and, unless greedy, `laws[i]` are what the draft says after it,
-    `[B, vocabulary]`: processed logits and log q. after_hit: whether they are to be a draft after a hit.
+    positions `[B]` of the roots, slots `[B, steps]` for what is fed, visible `[B, slots]` before it, bonus `[B]` the roots' tokens on the
+    host. Once fed, `tokens[i]` is the token fed at step i and `prefixes[i]` the hash up to it, `[B]`; `scores[i]` and, unless greedy,
+    `laws[i]` are what the draft says after it, `[B, vocabulary]`: processed logits and log q. after_hit: whether they are to be a draft
+    after a hit.
     """
 
     def __init__(
@@ -40,13 +43,14 @@ class Branches:
         proposer: Proposer,
         roots: Roots,
         accepted: np.ndarray,
+        bonus: np.ndarray,
         positions: np.ndarray,
         slots: np.ndarray,
         visible: np.ndarray,
         after_hit: bool = True,
     ) -> None:
         self.proposer, self.ids, self.after_hit = proposer, roots.ids, after_hit
-        self.accepted, self.positions, self.slots, self.visible = accepted, positions, slots, visible
+        self.accepted, self.bonus, self.positions, self.slots, self.visible = accepted, bonus, positions, slots, visible
         self.tokens: list[torch.Tensor] = [roots.tokens]
         self.prefixes: list[torch.Tensor] = [roots.prefixes]
         self.scores: list[torch.Tensor] = []
@@ -57,6 +61,11 @@ class Branches:
         """Tokens of each column whose keys and values are in the slots."""
         return len(self.scores)
 
+    @property
+    def drafted(self) -> int:
+        """Draft tokens of each column so far."""
+        return len(self.tokens) - 1
+
     def queries(self) -> Queries:
         """Return the next token of every column as one row's queries."""
         step = self.fed
@@ -64,11 +73,14 @@ class Branches:
         self.visible[np.arange(len(slots)), slots] = True
         return Queries(self.tokens[step], self.positions + step, slots, self.visible)
 
-    def grow(self, logits: torch.Tensor) -> None:
-        """Take what the model said `[B, vocabulary]` and draft the next token of every column."""
+    def grow(self, logits: torch.Tensor, given: int | None = None) -> None:
+        """Take what the model said `[B, vocabulary]` and draft the next token of every column, or take the one that is given."""
         step = self.fed
         before = Before(self.length(step), self.ids)
         scores, log_q, tokens = self.proposer.step(logits, before, self.prefixes[step], step, self.after_hit)
+        if given is not None:
+            # Proposed by others: a point mass, with no law of ours.
+            log_q, tokens = None, torch.full_like(tokens, given)
         self.scores.append(scores)
         self.laws.append(log_q)
         self.tokens.append(tokens)
@@ -83,14 +95,14 @@ class Branches:
 
     def find(self, accepted: int, bonus: int) -> int | None:
         """Return the column drafted for outcome (accepted, bonus)."""
-        found = np.flatnonzero((self.accepted == accepted) & (self.tokens[0].cpu().numpy() == bonus))
+        found = np.flatnonzero((self.accepted == accepted) & (self.bonus == bonus))
         return int(found[0]) if len(found) else None
 
     def column(self, index: int) -> Branches:
         """Return one column alone, sharing what has been computed."""
         pick = slice(index, index + 1)
         roots = Roots(self.tokens[0][pick], self.prefixes[0][pick], None if self.ids is None else self.ids[pick])
-        parts = self.accepted[pick], self.positions[pick], self.slots[pick], self.visible[pick].copy()
+        parts = self.accepted[pick], self.bonus[pick], self.positions[pick], self.slots[pick], self.visible[pick].copy()
         alone = Branches(self.proposer, roots, *parts, self.after_hit)
         alone.tokens = [tokens[pick] for tokens in self.tokens]
         alone.prefixes = [hashes[pick] for hashes in self.prefixes]
@@ -99,37 +111,57 @@ class Branches:
         return alone
 
 
-def advance(model: SlotModel, rows: Sequence[Branches | None], vocab_size: int, abort: Abort | None = None) -> None:
+def advance(model: SlotModel, rows: Mapping[int, Branches], vocab_size: int, abort: Abort | None = None) -> None:
     """Feed the next token of every column of every row in one forward; Aborted leaves all of them as they were."""
-    logits = model.forward([None if row is None else row.queries() for row in rows], abort=abort)
-    for r, row in enumerate(rows):
-        if row is not None:
-            row.grow(logits[r, logits.shape[1] - len(row.accepted) :, :vocab_size])
+    logits = model.forward({index: branches.queries() for index, branches in rows.items()}, abort)
+    for index, branches in rows.items():
+        branches.grow(logits[index][:, :vocab_size])
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
-    """Outcomes to draft for: bonus tokens `[B]` on the device and how many draft tokens stand before each `[B]`."""
+class Candidates:
+    """The R best bonus tokens of one row after each of the `drafted` tokens of a draft and before the first, best first.
 
-    bonus: torch.Tensor
-    accepted: np.ndarray
+    bonus: [drafted+1, R] token ids, on the host, tokens the same on the device; chances: [drafted+1, R] the draft's own chance of each
+    among them, 0 for what can be no bonus; confidences: [drafted] its chance of each token that was sent.
+    """
+
+    bonus: np.ndarray
+    tokens: torch.Tensor
+    chances: np.ndarray
+    confidences: np.ndarray
+
+    def listed(self, fan_out: Sequence[int]) -> np.ndarray:
+        """Return whether each belongs to the F_k best after k tokens, [drafted+1, R]; positions not drafted give theirs to the last."""
+        wanted = np.asarray(shortened(fan_out, len(self.confidences)))
+        return np.asarray((np.arange(self.bonus.shape[1]) < wanted[:, None]) & (self.chances > 0))
 
 
-def choose_outcomes(draft: Branches, drafted: int, fan_out: Sequence[int], end_ids: Sequence[int]) -> Outcomes:
-    """Return the F_k best bonus tokens after each k = 0..drafted, as the request's proposer ranks them.
+def candidates(draft: Branches, drafted: int, end_ids: Sequence[int], most: int) -> Candidates:
+    """Return the bonus tokens worth drafting for, `most` after each k = 0..drafted, as the request's proposer ranks them.
 
     Where k < drafted the token that was sent is left out: had it been right it would have been accepted. So are end tokens: nothing
     follows them. `draft` has one column, with scores after each of its drafted tokens. Only what is cached hangs on the ranking, so it may
-    look at the noise that the target will draw with.
+    look at the noise that the target will draw with. One transfer to the host.
     """
-    wanted, places = np.asarray(shortened(fan_out, drafted)), range(drafted + 1)
+    places = range(drafted + 1)
     length, prefixes = torch.cat([draft.length(k) for k in places]), torch.cat(draft.prefixes[: drafted + 1])
-    order = draft.proposer.rank(torch.cat(draft.scores[: drafted + 1]), length, prefixes).clone()
+    scores = torch.cat(draft.scores[: drafted + 1])
+    order = draft.proposer.rank(scores, length, prefixes).clone()
+    confidences = order.new_empty(0)
     if drafted:
-        order[:-1].scatter_(1, torch.stack(draft.tokens[1 : drafted + 1]), float("-inf"))
+        sent = torch.stack(draft.tokens[1 : drafted + 1])
+        laws = [law for law in draft.laws[:drafted] if law is not None]
+        own = torch.cat(laws) if len(laws) == drafted else torch.log_softmax(scores[:-1].float(), -1)
+        confidences = own.gather(1, sent)[:, 0].exp()
+        order[:-1].scatter_(1, sent, float("-inf"))
     order[:, list(end_ids)] = float("-inf")
-    wanted = np.minimum(wanted, max(1, order.shape[1] - 1 - len(end_ids)))
-    ranked = order.topk(int(wanted.max()), dim=-1).indices
-    accepted = np.repeat(np.arange(drafted + 1), wanted)
-    ranks = np.concatenate([np.arange(count) for count in wanted])
-    return Outcomes(ranked[torch.from_numpy(accepted), torch.from_numpy(ranks)], accepted)
+    best = order.topk(min(most, order.shape[1]), dim=-1)
+    # Ranked among the allowed, a token has some chance, however small; what can be no bonus has none.
+    chances = torch.softmax(best.values.float(), -1).clamp_(min=LEAST).masked_fill_(best.values == float("-inf"), 0.0)
+    host = torch.cat([best.indices.double().flatten(), chances.double().flatten(), confidences.double()]).cpu().numpy()
+    size = best.indices.numel()
+    shape = best.indices.shape
+    return Candidates(
+        host[:size].astype(np.int64).reshape(shape), best.indices, host[size : 2 * size].reshape(shape), host[2 * size :].copy()
+    )

@@ -1,106 +1,163 @@
-"""The draft's side of a round: answer from the cache at once, build the next cache while the target verifies, wait for the outcome."""
+"""The draft's side of a round: answer from the cache at once, build the next cache while the target verifies, wait for the outcomes."""
 
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
+from time import monotonic
 
 import numpy as np
 import torch
 
 from sim.timeline import Span
-from ssd.engine.cache import Branches, Outcomes, Roots, advance, choose_outcomes
+from ssd.engine.cache import Branches, Candidates, Roots, advance, candidates
+from ssd.engine.confidence import Confidence
 from ssd.engine.forward import Queries, SlotModel
-from ssd.engine.kv import Abort, Aborted, Slots
-from ssd.engine.link import Draft, Link, Outcome, Setup, Start, Stop
+from ssd.engine.kv import Abort, Aborted, Trunk
+from ssd.engine.link import Draft, Drafts, Link, Outcome, Outcomes, Setup, Start, Stop
+from ssd.engine.ngram import Lookup
 from ssd.engine.packed import Laws
+from ssd.engine.prefix import chain, place_for, share_prefix
 from ssd.engine.proposer import Proposer
 from ssd.engine.spans import MAX_SPANS, recorded
+from ssd.engine.tempo import Tempo
 from ssd.models import LoadedModel
 from ssd.sampling import extend, padded, prefix_hash
 
-T = TypeVar("T")
-
 PREFILL_CHUNK = 256
+# Of a prompt that is fed beside other requests, so many tokens at once: their drafts are not to wait for it long.
+SHARED_CHUNK = 32
+# Outcomes of one place that are looked at.
+CANDIDATES = 32
 
 
-def slots_needed(max_model_len: int, setup: Setup) -> int:
+def most_branches(setup: Setup, rows: int) -> int:
+    """Return the branches that one row may have at once."""
+    planned = max(sum(setup.fan_out_hit), sum(setup.fan_out_miss), setup.budget * rows)
+    # Built for as long as the outcomes keep waiting, a cache may grow to twice what was planned.
+    return 2 * planned if setup.building == "anytime" else planned
+
+
+def slots_needed(max_model_len: int, setup: Setup, rows: int = 1) -> int:
     """Return the slots of a row: the waste slot, the context, the draft under verification, every branch."""
-    branches = max(sum(setup.fan_out_hit), sum(setup.fan_out_miss))
-    return 1 + max_model_len + (branches + 1) * (setup.num_speculative_tokens + 1)
+    return 1 + max_model_len + (most_branches(setup, rows) + 1) * (setup.num_speculative_tokens + 1)
 
 
 class DraftRow:
     """One request as the draft knows it, row `index` of its batch.
 
-    `trunk` shows the slots of the committed tokens before the root of `draft`; `pending` are committed tokens not yet fed, `committed` all,
-    and `prefix` their hash. `draft` has one column: its root is the last committed token, and `sent` are the tokens of it at the target.
+    `tokens` are all committed ones and `prefix` their hash; `trunk` holds those that were fed, before the root of `draft`. `draft` has one
+    column: its root is the last committed token, and `sent` are the tokens of it at the target. `waves` are the branches drafted for what
+    may become of it, `seen` the candidates that they were chosen from.
     """
 
-    def __init__(self, index: int, start: Start, slots: int, proposer: Proposer) -> None:
-        self.index, self.request, self.proposer = index, start.request, proposer
+    def __init__(self, index: int, start: Start, trunk: Trunk, proposer: Proposer, age: int) -> None:
+        self.index, self.request, self.trunk, self.proposer, self.age = index, start.request, trunk, proposer, age
         self.end_ids: tuple[int, ...] = ()
-        self.committed = list(start.prompt)
-        self.prefix = prefix_hash(start.prompt)
-        self.pending = list(start.prompt)
-        self.trunk = np.zeros(slots, dtype=bool)
-        self.slots = Slots(slots)
+        self.tokens = [*start.prompt, *start.output]
+        self.prefix = prefix_hash(self.tokens)
         self.draft: Branches | None = None
-        self.cache: Branches | None = None
+        self.waves: list[Branches] = []
+        self.seen: Candidates | None = None
         self.sent: tuple[int, ...] = ()
+        self.lookup: Lookup | None = None
         self.hit = False
+        self.backup = False
         self.speculates = True
+        self.active = True
 
     @property
     def length(self) -> int:
         """Committed tokens."""
-        return len(self.committed)
+        return len(self.tokens)
+
+    @property
+    def pending(self) -> list[int]:
+        """Committed tokens that the model has not seen, where no draft is rooted at them."""
+        return [] if self.draft is not None else self.tokens[self.trunk.length :]
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens that stand ready."""
+        return 0 if self.draft is None else self.draft.drafted
+
+    def find(self, accepted: int, bonus: int) -> tuple[Branches, int] | None:
+        """Return the branch for an outcome, in which wave and column; one without a token yet is no help."""
+        for wave in self.waves:
+            column = wave.find(accepted, bonus) if wave.fed else None
+            if column is not None:
+                return wave, column
+        return None
 
     def commit(self, accepted: int, bonus: int) -> None:
         """Make outcome (accepted, bonus) the trunk by mask alone; a cached branch becomes the draft; `hit` says whether there was one."""
-        # A branch without a token yet is no help: that is a miss.
-        column = self.cache.find(accepted, bonus) if self.cache is not None and self.cache.fed else None
+        found = self.find(accepted, bonus)
         if self.draft is not None:
-            fed = self.draft.slots[0, : self.draft.fed]
-            self.trunk[fed[: accepted + 1]] = True
-            self.pending += [int(tokens) for tokens in self.draft.tokens[self.draft.fed : accepted + 1]]
-        self.draft = self.cache.column(column) if self.cache is not None and column is not None else None
-        self.hit = self.draft is not None
-        if not self.hit:
-            self.pending.append(bonus)
+            self.trunk.add(self.draft.slots[0, : min(self.draft.fed, accepted + 1)])
+        self.draft = found[0].column(found[1]) if found is not None else None
+        self.hit, self.backup = found is not None, False
         tokens = (*self.sent[:accepted], bonus)
-        self.committed += tokens
+        self.tokens += tokens
         self.prefix = prefix_hash(tokens, self.prefix)
-        self.cache, self.sent = None, ()
-        self._release_unused()
+        if self.lookup is not None:
+            self.lookup.add(tokens)
+        self.waves, self.sent, self.seen = [], (), None
+        self.trunk.release_all_but(self.draft.slots[0] if self.draft is not None else np.empty(0, dtype=np.int64))
 
-    def _release_unused(self) -> None:
-        unused = ~self.trunk
-        unused[0] = False
-        if self.draft is not None:
-            unused[self.draft.slots[0]] = False
-        self.slots.release(np.flatnonzero(unused))
-
-    def plant(self, draft: Branches, fan_out: tuple[int, ...], steps: int) -> Branches:
-        """Choose outcomes of `draft` and give each a branch of `steps` places, rooted after the accepted tokens and seeing only them."""
+    def plant(self, accepted: np.ndarray, ranks: np.ndarray, steps: int) -> Branches:
+        """Give each chosen candidate a branch of `steps` places, rooted after the accepted tokens and seeing only them."""
+        draft, seen = self.draft, self.seen
+        if draft is None or seen is None:
+            raise RuntimeError(f"{self.request} has no draft to choose outcomes of")
         drafted = len(self.sent)
-        chosen = choose_outcomes(draft, drafted, fan_out, self.end_ids)
-        shown = np.repeat(self.trunk[None], drafted + 1, axis=0)
+        shown = np.repeat(self.trunk.mask[None], drafted + 1, axis=0)
         for k in range(drafted + 1):
             shown[k, draft.slots[0, : k + 1]] = True
-        count = len(chosen.accepted)
-        slots = self.slots.take(count * steps).reshape(steps, count).T
-        roots = self._roots(draft, chosen)
-        return Branches(self.proposer, roots, chosen.accepted, self.length + chosen.accepted, slots, shown[chosen.accepted])
-
-    def _roots(self, draft: Branches, chosen: Outcomes) -> Roots:
-        before = torch.cat(draft.prefixes)[torch.from_numpy(chosen.accepted).to(chosen.bonus.device, non_blocking=True)]
+        slots = self.trunk.slots.take(len(accepted) * steps).reshape(steps, len(accepted)).T
+        device = seen.tokens.device
+        after = torch.from_numpy(accepted).to(device, non_blocking=True)
+        bonus = seen.tokens[after, torch.from_numpy(ranks).to(device, non_blocking=True)]
         ids = None
         if self.proposer.reads_prefix:
-            texts = [[*self.committed, *self.sent[:k]] for k in chosen.accepted]
-            ids = torch.cat([padded(texts).to(chosen.bonus.device), chosen.bonus[:, None]], 1)
-        return Roots(chosen.bonus, extend(before, chosen.bonus), ids)
+            texts = [[*self.tokens, *self.sent[:k]] for k in accepted]
+            ids = torch.cat([padded(texts).to(device), bonus[:, None]], 1)
+        roots = Roots(bonus, extend(torch.cat(draft.prefixes)[after], bonus), ids)
+        return Branches(self.proposer, roots, accepted, seen.bonus[accepted, ranks], self.length + accepted, slots, shown[accepted])
+
+
+class Catch:
+    """A row's feed of committed tokens that the model has not seen, and of the draft tokens that others proposed after them."""
+
+    def __init__(self, row: DraftRow, chunk: int, lookahead: int, device: torch.device) -> None:
+        pending = row.pending
+        self.row, self.lookahead, self.device = row, lookahead, device
+        self.whole = len(pending) <= chunk
+        self.given = row.sent if self.whole else ()
+        self.count = min(len(pending), chunk)
+        self.fed = [*pending[:chunk], *self.given]
+
+    def queries(self) -> Queries:
+        """Return what is fed; logits are wanted from the last committed token on."""
+        return chain(self.row.trunk, self.fed, 1 + len(self.given) if self.whole else 0, self.device)
+
+    def take(self, queries: Queries, logits: torch.Tensor) -> None:
+        """Root the row's draft at its last committed token, which is fed now; or only note what was fed, where more is to come."""
+        row, slots = self.row, queries.slots
+        if not self.whole:
+            row.trunk.add(slots)
+            return
+        root = self.count - 1
+        row.trunk.add(slots[:root])
+        own = np.concatenate([slots[root:], row.trunk.slots.take(self.lookahead - len(self.given))])
+        ids = padded([row.tokens]).to(self.device) if row.proposer.reads_prefix else None
+        roots = Roots(torch.tensor(row.tokens[-1:], device=self.device), torch.tensor([row.prefix], device=self.device), ids)
+        visible = row.trunk.mask[None].copy()
+        visible[0, slots[root:]] = True
+        parts = np.zeros(1, dtype=int), np.array(row.tokens[-1:]), np.array([row.length - 1]), own[None], visible
+        row.draft = Branches(row.proposer, roots, *parts, after_hit=False)
+        for place, token in enumerate((*self.given, None)):
+            row.draft.grow(logits[place : place + 1], token)
 
 
 class Drafter:
@@ -111,116 +168,274 @@ class Drafter:
         self.vocab_size = min(vocab_size, loaded.vocab_size)
         self.rows: list[DraftRow | None] = [None] * rows
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self.round = 0
+        self.confidence = Confidence()
+        self.tempo = Tempo()
+        self._ages = count()
+        self._builder: Iterator[None] | None = None
+        self._growing: list[tuple[DraftRow, Branches]] = []
+        self._lessons: list[tuple[Proposer, Candidates, int, int]] = []
 
     def configure(self, setup: Setup) -> None:
         """Draft as `setup` says from the next request on."""
-        self.setup = setup
-        self.model = SlotModel(self.loaded, len(self.rows), slots_needed(self.max_model_len, setup))
+        self.setup, self.tempo, self._builder = setup, Tempo(), None
+        self.rows = [None] * len(self.rows)
+        self.model = SlotModel(self.loaded, len(self.rows), slots_needed(self.max_model_len, setup, len(self.rows)))
+        if setup.calibration:
+            self.confidence = Confidence(setup.calibration)
+
+    @property
+    def caches(self) -> bool:
+        """Whether there is a speculation cache: SD has none."""
+        return bool(self.setup.fan_out_hit or self.setup.budget)
 
     def start(self, start: Start) -> None:
-        """Take a request in and feed its prompt; then draft for its likeliest first tokens, as if an empty draft were being verified."""
+        """Take a request in; its prompt is fed while there is time, and its likeliest first tokens drafted for, as if an empty draft were
+        being verified."""
         proposer = Proposer(start, self.setup, self.vocab_size, self.model.device)
-        row = DraftRow(self.rows.index(None), start, self.model.slots, proposer)
+        index, trunk = place_for([*start.prompt, *start.output], self.rows, self.model)
+        row = DraftRow(index, start, trunk, proposer, next(self._ages))
         row.end_ids = tuple(token for token in start.end_ids if token < self.vocab_size)
-        row.speculates = self._fits(row) and max(start.prompt) < self.vocab_size
-        self.rows[row.index] = row
-        if not row.speculates:
-            return
-        try:
-            with recorded(self.spans, "draft", "prefill", 0, row.request):
-                self._feed_pending(row, self._stopped)
-        except Aborted:
-            return
-        self._build(row, 0)
+        row.speculates = self._fits(row) and max(row.tokens) < self.vocab_size
+        if self.setup.backup == "ngram":
+            row.lookup = Lookup()
+            row.lookup.add(row.tokens)
+        self.rows[index] = row
+        if self._builder is None:
+            self._builder = self._building()
 
     def stop(self, request: str) -> None:
-        """Forget a request."""
-        self.rows = [None if row is not None and row.request == request else row for row in self.rows]
+        """Let a request go; what was fed of its text is kept for whoever begins alike."""
+        for row in self._active():
+            if row.request == request:
+                row.active, row.age = False, next(self._ages)
+                row.draft, row.waves, row.seen, row.lookup = None, [], None, None
+                row.trunk.cut(row.trunk.length)
 
-    def answer(self, outcome: Outcome) -> None:
-        """Send the draft that follows `outcome`, from the cache or by the backup, then build the next cache until disturbed."""
-        row = self._row(outcome.request)
+    def answer(self, message: Outcomes) -> None:
+        """Send a draft for each outcome: those in the cache as they are, the others by the backup. The next cache is built by `work`."""
+        self.tempo.heard()
+        self._builder, self._growing, self.round = None, [], message.round
+        rows = [self._commit(outcome) for outcome in message.outcomes]
+        with recorded(self.spans, "draft", "answer", self.round, _names(rows)):
+            self._complete(rows)
+            drafts = Drafts(message.round, tuple(self._draft(row) for row in rows))
+        self.link.send(drafts)
+        self.tempo.sent()
+        self._builder = self._building()
+
+    def work(self) -> bool:
+        """Do the next piece of what is worth doing before a message comes; False if nothing is."""
+        if self._builder is None:
+            return False
+        try:
+            next(self._builder)
+        except (Aborted, StopIteration):
+            self._builder = None
+        return self._builder is not None
+
+    def _active(self) -> list[DraftRow]:
+        return [row for row in self.rows if row is not None and row.active]
+
+    def _commit(self, outcome: Outcome) -> DraftRow:
+        row = next(row for row in self._active() if row.request == outcome.request)
+        if row.seen is not None:
+            self._lessons.append((row.proposer, row.seen, outcome.accepted, outcome.bonus))
+        if row.sent:
+            self.tempo.verified(outcome.accepted, len(row.sent))
         row.commit(outcome.accepted, outcome.bonus)
         row.speculates = row.speculates and self._fits(row) and outcome.bonus < self.vocab_size
-        drafting = row.speculates and (row.hit or self.setup.backup == "jit")
-        row.sent = self._complete(row, outcome.round) if drafting else ()
-        caching = bool(self.setup.fan_out_hit)
-        missed = caching and not row.hit
-        laws = Laws.of([law for law in row.draft.laws[: len(row.sent)] if law is not None]) if row.draft and row.proposer.sends_q else None
-        self.link.send(Draft(row.request, outcome.round, row.sent, row.hit if caching else None, missed and drafting, laws))
-        if row.speculates:
-            self._build(row, outcome.round)
-
-    def _row(self, request: str) -> DraftRow:
-        return next(row for row in self.rows if row is not None and row.request == request)
+        return row
 
     def _fits(self, row: DraftRow) -> bool:
         # A branch reaches K+1 tokens past a draft of K tokens.
         return row.length + 2 * self.setup.num_speculative_tokens + 2 <= self.loaded.max_positions
 
-    def _complete(self, row: DraftRow, round_index: int) -> tuple[int, ...]:
-        """Return the row's K draft tokens, drafting now those that no cached branch holds."""
-        K, draft = self.setup.num_speculative_tokens, row.draft
-        if draft is None or len(draft.tokens) <= K:
-            with recorded(self.spans, "draft", "answer", round_index, row.request):
-                draft = draft or self._feed_pending(row)
-                while len(draft.tokens) <= K:
-                    self._advance(row, draft)
-        return tuple(torch.cat(draft.tokens[1 : K + 1]).tolist())
+    # --- the answer ---
 
-    def _build(self, row: DraftRow, round_index: int) -> None:
-        """Draft for the chosen outcomes, one token of every branch a step, until all is drafted or a message makes it moot."""
-        fan_out = self.setup.fan_out_hit if row.hit else self.setup.fan_out_miss
-        if not fan_out:
+    def _draft(self, row: DraftRow) -> Draft:
+        K = self.setup.num_speculative_tokens
+        laws = None
+        if row.speculates and row.draft is not None:
+            row.sent = tuple(torch.cat(row.draft.tokens[1 : K + 1]).tolist()) if row.drafted else ()
+            if row.proposer.sends_q:
+                laws = Laws.of([law for law in row.draft.laws[: len(row.sent)] if law is not None])
+        elif row.speculates and row.lookup is not None:
+            row.sent, row.backup = self._looked_up(row.lookup), True
+        return Draft(row.request, row.sent, row.hit if self.caches else None, row.backup and self.caches, laws)
+
+    def _looked_up(self, lookup: Lookup) -> tuple[int, ...]:
+        proposed = lookup.propose(self.setup.num_speculative_tokens)
+        unknown = next((place for place, token in enumerate(proposed) if token >= self.vocab_size), len(proposed))
+        return proposed[:unknown]
+
+    def _complete(self, rows: Sequence[DraftRow]) -> None:
+        """Draft now what is missing: of branches that are short, and for misses where the backup is `jit`, all of these in one forward a
+        step; hits that are complete cost nothing. Where drafts may be of any length, only as long as it speeds the round up."""
+        drafting = [row for row in rows if row.speculates and (row.hit or self.setup.backup == "jit")]
+        for row in drafting:
+            row.backup = not row.hit
+        while short := [row for row in drafting if row.drafted < self.setup.num_speculative_tokens]:
+            if self.setup.building == "anytime" and not self._worthwhile(rows, short):
+                return
+            self._feed(short, PREFILL_CHUNK)
+
+    def _worthwhile(self, rows: Sequence[DraftRow], short: Sequence[DraftRow]) -> bool:
+        """Whether one more token for each row that is short speeds the round up: expected tokens over seconds, before and after.
+
+        What it hangs on is settled: lengths of drafts, and seconds and acceptance of rounds gone by.
+        """
+        step, verification, a = self.tempo.step(len(short)), self.tempo.verification, self.tempo.acceptance
+        if step is None or verification is None:
+            return True
+        pending = sum(len(row.pending) for row in short)
+        if pending > PREFILL_CHUNK:
+            return False
+        tokens = sum((1 - a ** (row.drafted + 1)) / (1 - a) for row in rows)
+        more = sum(a ** (row.drafted + 1) for row in short)
+        return more * verification > tokens * float(step)
+
+    def _feed(self, rows: Sequence[DraftRow], chunk: int, abort: Abort | None = None) -> None:
+        """Bring each row one forward on: what is pending, else the next token of its draft."""
+        catches = {row.index: Catch(row, chunk, self.setup.num_speculative_tokens, self.model.device) for row in rows if row.draft is None}
+        drafts = {row.index: row.draft for row in rows if row.draft is not None}
+        queries = {index: catch.queries() for index, catch in catches.items()}
+        begin = monotonic()
+        try:
+            logits = self.model.forward({**queries, **{index: draft.queries() for index, draft in drafts.items()}}, abort)
+        except Aborted:
+            for catch in catches.values():
+                catch.row.trunk.slots.release(queries[catch.row.index].slots)
+            raise
+        for index, catch in catches.items():
+            catch.take(queries[index], logits[index][:, : self.vocab_size])
+        for index, draft in drafts.items():
+            draft.grow(logits[index][:, : self.vocab_size])
+        if not catches:
+            self.tempo.stepped(len(drafts), monotonic() - begin)
+
+    # --- the cache ---
+
+    def _building(self) -> Iterator[None]:
+        """Do what can be done before the outcomes come, one forward after another: catch up, plant and grow branches, feed prompts."""
+        for lesson in self._lessons:
+            self.confidence.learn(*lesson)
+        self._lessons.clear()
+        waiting = [row for row in self._active() if row.speculates]
+        short = [row for row in waiting if len(row.pending) <= SHARED_CHUNK]
+        while behind := [row for row in short if row.draft is None or row.draft.fed <= len(row.sent)] if self.caches else []:
+            with recorded(self.spans, "draft", "build", self.round, _names(behind)):
+                self._feed(behind, SHARED_CHUNK, self._moot)
+            yield
+        yield from self._prompt(islice(self._prompts(), 1))
+        yield from self._waves([row for row in short if row.active])
+        yield from self._prompt(self._prompts())
+        yield from self._waves([row for row in self._active() if row.speculates and row.draft is not None and row.seen is None])
+
+    def _prompts(self) -> Iterator[DraftRow]:
+        """Yield the row whose prompt is to be fed next, the first that came, until there is none."""
+        while rows := [row for row in self._active() if row.speculates and row.draft is None]:
+            yield min(rows, key=lambda row: row.age)
+
+    def _prompt(self, rows: Iterable[DraftRow]) -> Iterator[None]:
+        """Feed a piece of each prompt; never given up, or a long one would not come to an end beside quick rounds."""
+        for row in rows:
+            share_prefix(row, row.index, self.rows, self.model)
+            chunk = SHARED_CHUNK if len(self._active()) > 1 else PREFILL_CHUNK
+            with recorded(self.spans, "draft", "prefill", self.round, row.request):
+                self._feed([row], chunk, self._stopped)
+            yield
+
+    def _waves(self, rows: Sequence[DraftRow]) -> Iterator[None]:
+        """Grow a branch for each outcome that is planned, the likeliest first; for as long as there is time, for further ones too."""
+        if not rows or not self.caches:
             return
-        with recorded(self.spans, "draft", "build", round_index, row.request), suppress(Aborted):
-            draft = row.draft or self._feed_pending(row, self._moot)
-            while draft.fed <= len(row.sent):
-                self._advance(row, draft, self._moot)
-            row.cache = row.plant(draft, fan_out, self.setup.num_speculative_tokens + 1)
-            while row.cache.fed < self.setup.num_speculative_tokens and self.link.peek() is None:
-                self._advance(row, row.cache, self._moot)
+        K, anytime = self.setup.num_speculative_tokens, self.setup.building == "anytime"
+        planned, spare = self._ranked(rows)
+        for outcomes in (planned, spare) if anytime else (planned,):
+            while outcomes:
+                wave = outcomes[: self._width(outcomes)] if anytime else outcomes
+                outcomes = outcomes[len(wave) :]
+                # Meanwhile a request may have been stopped.
+                self._growing = self._planted([outcome for outcome in wave if outcome[1].active])
+                # The last draft token of every branch is fed as well: should it come true, what may follow it is known at once.
+                for _ in range(K + 1):
+                    with recorded(self.spans, "draft", "build", self.round, _names(rows)):
+                        self._step()
+                    yield
 
-    def _feed_pending(self, row: DraftRow, abort: Abort | None = None) -> Branches:
-        """Feed the committed tokens that the model has not seen and return the row's new draft, rooted at the last of them."""
-        while row.pending:
-            chunk = row.pending[:PREFILL_CHUNK]
-            slots = row.slots.take(len(chunk))
-            visible = np.repeat(row.trunk[None], len(chunk), axis=0)
-            visible[:, slots] = np.tri(len(chunk), dtype=bool)
-            first = row.length - len(row.pending)
-            queries = Queries(torch.tensor(chunk, device=self.model.device), np.arange(first, first + len(chunk)), slots, visible)
-            try:
-                logits = self.model.forward(self._only(row, queries), last_only=True, abort=abort)
-            except Aborted:
-                row.slots.release(slots)
-                raise
-            row.trunk[slots] = True
-            del row.pending[: len(chunk)]
-        row.trunk[slots[-1]] = False
-        own = np.concatenate([slots[-1:], row.slots.take(self.setup.num_speculative_tokens)])
-        device = self.model.device
-        ids = padded([row.committed]).to(device) if row.proposer.reads_prefix else None
-        root = Roots(torch.tensor(chunk[-1:], device=device), torch.tensor([row.prefix], device=device), ids)
-        parts = np.zeros(1, dtype=int), np.array([row.length - 1]), own[None], row.trunk[None].copy()
-        row.draft = Branches(row.proposer, root, *parts, after_hit=False)
-        row.draft.visible[0, slots[-1]] = True
-        row.draft.grow(logits[row.index, :, : self.vocab_size])
-        return row.draft
+    def _ranked(self, rows: Sequence[DraftRow]) -> tuple[list[Ranked], list[Ranked]]:
+        """Return the outcomes that the plan grants the rows, and as many further ones, the likeliest first."""
+        planned: list[Ranked] = []
+        spare: list[Ranked] = []
+        for row in rows:
+            fan_out = self.setup.fan_out_hit if row.hit else self.setup.fan_out_miss
+            most = max(CANDIDATES, *fan_out) if fan_out else CANDIDATES
+            if row.draft is None:
+                continue
+            row.seen = candidates(row.draft, len(row.sent), row.end_ids, most)
+            chances = self.confidence.chances(row.proposer, row.seen)
+            granted = row.seen.listed(fan_out) if fan_out else np.zeros(chances.shape, dtype=bool)
+            for where, found in ((granted, planned), (~granted & (chances > 0), spare)):
+                found += [(float(chances[k, r]), row, int(k), int(r)) for k, r in zip(*np.nonzero(where), strict=True)]
+        for found in (planned, spare):
+            found.sort(key=lambda outcome: -outcome[0])
+        if self.setup.budget:
+            total = self.setup.budget * len(rows)
+            return spare[:total], spare[total : 2 * total]
+        return planned, spare[: len(planned)]
 
-    def _advance(self, row: DraftRow, branches: Branches, abort: Abort | None = None) -> None:
-        advance(self.model, self._only(row, branches), self.vocab_size, abort)
+    def _width(self, outcomes: Sequence[Ranked]) -> int:
+        """Return how many outcomes, the likeliest first, to draft for together: those that are worth most in the time that is left."""
+        widths = np.arange(1, len(outcomes) + 1)
+        step, left = self.tempo.step(widths), self.tempo.left()
+        if step is None or left is None:
+            return len(outcomes)
+        K, a = self.setup.num_speculative_tokens, self.tempo.acceptance
+        steps = np.minimum(K, np.maximum(left, float(step[0])) // step)
+        worth = np.cumsum([outcome[0] for outcome in outcomes]) * (1 - a**steps)
+        return int(widths[np.argmax(worth)])
 
-    def _only(self, row: DraftRow, item: T) -> list[T | None]:
-        return [item if index == row.index else None for index in range(len(self.rows))]
+    def _planted(self, wave: Sequence[Ranked]) -> list[tuple[DraftRow, Branches]]:
+        steps = self.setup.num_speculative_tokens + 1
+        planted = []
+        for row in {id(row): row for _, row, _, _ in wave}.values():
+            chosen = sorted((k, r) for _, owner, k, r in wave if owner is row)
+            accepted, ranks = np.array(chosen, dtype=np.int64).T
+            branches = row.plant(accepted, ranks, steps)
+            row.waves.append(branches)
+            planted.append((row, branches))
+        return planted
+
+    def _step(self) -> None:
+        begin = monotonic()
+        growing = {row.index: branches for row, branches in self._growing if row.active}
+        if growing:
+            advance(self.model, growing, self.vocab_size, self._moot)
+            self.tempo.stepped(sum(len(branches.accepted) for branches in growing.values()), monotonic() - begin)
 
     def _moot(self) -> bool:
-        """Whether a message has come that the step under way cannot help: any but the outcome of a branch that is growing."""
+        """Whether outcomes have come that the step under way cannot help: none is that of a branch growing in it that is still short."""
         message = self.link.peek()
-        if not isinstance(message, Outcome):
-            return message is not None
-        cache = self._row(message.request).cache
-        return cache is None or cache.find(message.accepted, message.bonus) is None
+        if not isinstance(message, Outcomes):
+            return isinstance(message, Stop) and len(self._active()) == 1
+        return not any(self._grows(outcome) for outcome in message.outcomes)
+
+    def _grows(self, outcome: Outcome) -> bool:
+        return any(
+            row.request == outcome.request
+            and branches.drafted < self.setup.num_speculative_tokens
+            and branches.find(outcome.accepted, outcome.bonus) is not None
+            for row, branches in self._growing
+        )
 
     def _stopped(self) -> bool:
         return isinstance(self.link.peek(), Stop)
+
+
+# An outcome to draft for: its estimated probability, its row, accepted draft tokens and the rank of its bonus there.
+Ranked = tuple[float, DraftRow, int, int]
+
+
+def _names(rows: Iterable[DraftRow]) -> str:
+    return ", ".join(row.request for row in rows)

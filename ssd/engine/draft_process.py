@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from ssd.engine.link import (
     Boot,
+    Calibrations,
     Failed,
     Link,
     LinkError,
-    Outcome,
+    Outcomes,
     Ping,
     Ready,
     Rehearse,
@@ -28,6 +29,7 @@ from ssd.engine.link import (
     Spans,
     Start,
     Stop,
+    TakeCalibration,
     TakeSpans,
 )
 
@@ -68,14 +70,24 @@ def serve(link: Link) -> None:
         # The engine says why; a traceback of this process would only bury it.
         raise SystemExit(1) from error
     link.send(Ready())
-    while not isinstance(message := link.receive(), Shutdown):
-        try:
-            obey(drafter, link, message)
-        except LinkError:
-            raise
-        except Exception as error:
-            link.send(Failed(f"the draft failed on {type(message).__name__}: {type(error).__name__}: {error}"))
-            raise
+    try:
+        run(drafter, link)
+    except LinkError:
+        raise
+    except Exception as error:
+        link.send(Failed(f"the draft failed: {type(error).__name__}: {error}"))
+        raise
+
+
+def run(drafter: Drafter, link: Link) -> None:
+    """Obey messages until told to leave, and work ahead while none is there."""
+    while True:
+        if link.peek() is None and drafter.work():
+            continue
+        message = link.receive()
+        if isinstance(message, Shutdown):
+            return
+        obey(drafter, link, message)
 
 
 def _load(boot: Boot, link: Link) -> Drafter:
@@ -104,15 +116,17 @@ def obey(drafter: Drafter, link: Link, message: object) -> None:
             link.send(Ready())
         case Start():
             drafter.start(message)
-        case Outcome():
+        case Outcomes():
             drafter.answer(message)
         case Stop():
             drafter.stop(message.request)
         case Rehearse():
             again = (lambda done: done < message.repeats) if message.repeats else (lambda done: link.peek() is None)
-            link.send(Rehearsed(tuple(rehearse(drafter.loaded, len(drafter.rows), message.tokens, message.context, again))))
+            link.send(Rehearsed(tuple(rehearse(drafter.loaded, message.tokens, message.context, again))))
         case Score():
             link.send(Scored(tuple(rank_tokens(drafter.loaded, message.tokens, message.start))))
+        case TakeCalibration():
+            link.send(Calibrations(tuple(drafter.confidence.calibrations.items())))
         case TakeSpans():
             link.send(Spans(tuple(drafter.spans)))
             drafter.spans.clear()

@@ -1,64 +1,77 @@
-"""The public engine: two processes, one a device, behind generate and stream."""
+"""The public engine: two processes, one a device, behind generate and stream and their async twins."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import operator
-import subprocess
+import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Self
 
-from sim.metrics import Metrics, Round
+from sim.metrics import Metrics
 from sim.timeline import Span, Timeline
-from ssd.devices import check_present, pinned, torch_device
+from ssd.devices import check_present, pin, pinned, torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
 from ssd.engine.draft_process import spawn
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
+from ssd.engine.peer import LOAD_DEADLINE, DraftPeer
 from ssd.engine.resolve import resolved
-from ssd.engine.scheduler import DraftPeer, Request, Scheduler
+from ssd.engine.scheduler import Request, Scheduler
 from ssd.engine.spans import MAX_SPANS
 from ssd.engine.target import Target
 from ssd.engine.text import Text
+from ssd.engine.worker import Delivery, Job, Worker
 from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
 
 Prompt = str | Sequence[int]
-ROWS = 1
-LOAD_DEADLINE = 900.0
+Params = SamplingParams | Sequence[SamplingParams] | None
 LONGEST_DEADLINE = 86400.0
+MAX_WAITING = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the draft is at work (`ok`), was lost and why (`lost`), or is not wanted (`none`)."""
+    """Whether the draft is at work (`ok`), was lost and why (`lost`), or is not wanted (`none`); how often it was started again."""
 
     draft: str
     reason: str | None = None
+    restarts: int = 0
 
 
 class Engine:
-    """Decodes as a plan says. Use as a context manager, or call `close`."""
+    """Decodes as a plan says. Use as a context manager, or call `close`. Its methods may be called from any thread."""
 
-    def __init__(self, plan: Plan, *, deadline: float = 30.0) -> None:
-        """Check, then load both models; `deadline` is the longest wait for a draft, seconds, after which decoding goes on without it."""
+    def __init__(
+        self, plan: Plan, *, deadline: float = 30.0, max_num_seqs: int | None = None, max_waiting: int = MAX_WAITING, restart: bool = True
+    ) -> None:
+        """Check, then load both models.
+
+        deadline: the longest wait for a draft, seconds, after which decoding goes on without it. max_num_seqs: requests decoded together,
+        as many as the plan's workload has unless said otherwise. max_waiting: requests that may wait for their turn; whoever asks for more
+        waits to be heard. restart: whether a draft that is lost is started again, with back-off.
+        """
         if not isinstance(plan, Plan):
             raise ValueError(f"plan={plan!r} is no Plan: make one with ssd.plan or read one with Plan.load")
         if not isinstance(deadline, int | float) or not 0 < deadline <= LONGEST_DEADLINE:
             raise ValueError(f"deadline={deadline}: give the seconds to wait for a draft, more than 0 and at most {LONGEST_DEADLINE:.0f}")
+        self.max_num_seqs = _count("max_num_seqs", plan.workload.batch_size if max_num_seqs is None else max_num_seqs)
         self.plan, self.deadline = plan, deadline
         self.pair = inspect(plan.models)
         self._check_configuration(plan, self.pair)
         self.peer: DraftPeer | None = None
+        self._restart = restart
         self._numbers = itertools.count()
-        self._finished: list[tuple[Metrics, list[Round]]] = []
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
-        self._busy = False
         self._setup: Setup | None = None
-        self._closed = False
+        self._worker = Worker(_count("max_waiting", max_waiting))
+        self._close: Callable[[], object] = weakref.finalize(self, _shut, self._worker, None)
         try:
             self._start(plan)
         except BaseException:
@@ -66,14 +79,17 @@ class Engine:
             raise
 
     @classmethod
-    def from_plan(cls, plan: Plan, *, deadline: float = 30.0) -> Self:
+    def from_plan(
+        cls, plan: Plan, *, deadline: float = 30.0, max_num_seqs: int | None = None, max_waiting: int = MAX_WAITING, restart: bool = True
+    ) -> Self:
         """Start the engine that `plan` describes: one process a model, both loaded. ValueError before loading where it cannot run."""
-        return cls(plan, deadline=deadline)
+        return cls(plan, deadline=deadline, max_num_seqs=max_num_seqs, max_waiting=max_waiting, restart=restart)
 
     def _check_configuration(self, plan: Plan, pair: Pair) -> None:
         check_lookahead(pair, plan.num_speculative_tokens)
-        target_slots = target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
-        draft_slots = draft_side.slots_needed(pair.max_model_len, _setup(plan))
+        rows = self.max_num_seqs
+        target_slots = rows * target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
+        draft_slots = rows * draft_side.slots_needed(pair.max_model_len, _setup(plan), rows)
         check_memory(pair, plan.models, plan.hardware, plan.placement, (target_slots, draft_slots))
         check_present("placement.target", plan.placement.target)
         if plan.mode != "ar":
@@ -81,18 +97,22 @@ class Engine:
 
     def _start(self, plan: Plan) -> None:
         if plan.mode != "ar":
-            self.peer = DraftPeer(*spawn(self._boot(plan)), self.deadline, self.pair.target.vocab_size)
+            boot = self._boot(plan)
+            respawn = (lambda: spawn(boot)) if self._restart else None
+            self.peer = DraftPeer(*spawn(boot), self.deadline, self.pair.target.vocab_size, respawn)
+            self._close = weakref.finalize(self, _shut, self._worker, self.peer)
         device = torch_device(plan.placement.target)
         with pinned(plan.placement.target):
             self.loaded = load(self.pair.target, device, compute_dtype(plan.models, device))
         if self.peer is not None:
             self._await_ready(self.peer)
-        self._configure(plan)
+        self._worker.call(lambda: self._configure(plan))
 
     def _boot(self, plan: Plan) -> Boot:
         dtype = compute_dtype(plan.models, torch_device(plan.placement.draft))
         name = str(dtype).removeprefix("torch.")
-        return Boot(str(plan.models.draft), name, plan.placement, ROWS, self.pair.max_model_len, self.pair.target.vocab_size)
+        vocab_size = self.pair.target.vocab_size
+        return Boot(str(plan.models.draft), name, plan.placement, self.max_num_seqs, self.pair.max_model_len, vocab_size)
 
     def _await_ready(self, peer: DraftPeer) -> None:
         try:
@@ -101,8 +121,11 @@ class Engine:
             raise RuntimeError(f"the draft's process did not start: {error}") from error
 
     def configure(self, configuration: Configuration) -> None:
-        """Decode as `configuration` says from the next request on, with the models that are loaded; for comparing modes and placements."""
-        self._check_idle()
+        """Decode as `configuration` says from the next request on, with the models that are loaded; for comparing modes and placements.
+
+        ValueError while requests are on their way.
+        """
+        self._worker.check()
         if not isinstance(configuration, Configuration):
             raise ValueError(f"configuration={configuration!r} is no Configuration: make one, or take one of plan.alternatives")
         if isinstance(configuration, Plan) and configuration.models != self.plan.models:
@@ -117,92 +140,119 @@ class Engine:
             if old and new and torch_device(old) != torch_device(new):
                 raise ValueError(f"placement.{name}={new}: a loaded model moves between CPU cores only; start another engine")
         self._check_configuration(plan, self.pair)
-        self._configure(plan)
+        self._worker.call(lambda: self._configure(plan))
 
     def _configure(self, plan: Plan) -> None:
+        """Set the scheduler up, in the worker's thread."""
+        scheduler = self._worker.scheduler
+        if scheduler is not None and scheduler.busy:
+            raise ValueError(
+                f"{len(scheduler.running)} requests are being decoded and {len(scheduler.waiting)} wait: let them finish, or close their "
+                "streams, before another configuration"
+            )
         self.plan = plan
+        pin(plan.placement.target)
         slots = target_side.slots_needed(self.pair.max_model_len, plan.num_speculative_tokens)
-        self._scheduler = Scheduler(Target(self.loaded, ROWS, slots), self._spans)
+        peer = self.peer if plan.mode != "ar" else None
+        self._worker.scheduler = Scheduler(Target(self.loaded, self.max_num_seqs, slots), peer, self._spans, plan.backup)
         setup = _setup(plan)
-        if self.peer is not None and plan.mode != "ar" and setup != self._setup:
-            self.peer.configure(setup)
+        if peer is not None and setup != self._setup:
+            peer.configure(setup)
             self._setup = setup
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
-        """Decode each prompt (text or token ids) and return the outputs in order, `params.n` for each prompt.
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
+        """Decode prompts (text or token ids) together and return the outputs in order, `params.n` for each prompt.
 
-        ValueError names a prompt or an option that cannot be decoded, before anything is.
+        params: for all prompts, or one for each. ValueError names a prompt or an option that cannot be decoded, before anything is.
         """
-        asked = [(prompt, request) for place, prompt in enumerate(_as_list(prompts)) for request in self._requests(prompt, params, place)]
-        outputs = []
-        for prompt, request in asked:
-            for _ in self._decode(request):
-                pass
-            outputs.append(self._output(prompt, request))
-        return outputs
+        box: SimpleQueue[Delivery] = SimpleQueue()
+        jobs = self._jobs(prompts, params, box.put)
+        done: dict[Job, RequestOutput] = {}
+        try:
+            for job in jobs:
+                self._worker.submit(job)
+            while len(done) < len(jobs):
+                _keep(done, box.get())
+        finally:
+            self._forget(jobs, done)
+        return [done[job] for job in jobs]
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
+        """Do what `generate` does without blocking the event loop; cancelling the task cancels the requests."""
+        box, put = _async_box()
+        jobs = self._jobs(prompts, params, put)
+        done: dict[Job, RequestOutput] = {}
+        try:
+            for job in jobs:
+                await asyncio.to_thread(self._worker.submit, job)
+            while len(done) < len(jobs):
+                _keep(done, await box.get())
+        finally:
+            self._forget(jobs, done)
+        return [done[job] for job in jobs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Decode one prompt and yield what each round adds; the last chunk carries the whole output. Closing it ends the request."""
-        requests = self._requests(prompt, params, 0)
-        if len(requests) > 1:
-            raise ValueError(f"n={len(requests)}: a stream is one output; ask for n=1, or use generate")
-        return self._stream(prompt, requests[0])
+        box: SimpleQueue[Delivery] = SimpleQueue()
+        job = self._streamed(prompt, params, box.put)
+        return self._stream(job, box)
 
-    def _stream(self, prompt: Prompt, request: Request) -> Iterator[StreamChunk]:
-        shown = 0
-        last: tuple[int, ...] = ()
-        with closing(self._decode(request)) as rounds:
-            for tokens in rounds:
-                if request.finish_reason is not None:
-                    last = tokens
-                    continue
-                text = self._text(request).shown()
-                yield StreamChunk(request_id=request.request_id, text=text[shown:], token_ids=tokens)
-                shown = len(text)
-        output = self._output(prompt, request)
-        yield StreamChunk(request_id=request.request_id, text=output.text[shown:], token_ids=last, output=output)
+    def _stream(self, job: Job, box: SimpleQueue[Delivery]) -> Iterator[StreamChunk]:
+        last = False
+        try:
+            self._worker.submit(job)
+            while not last:
+                chunk = _chunk(box.get())
+                last = chunk.output is not None
+                yield chunk
+        finally:
+            if not last:
+                self._worker.cancel(job)
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamChunk]:
+        """Do what `stream` does as an async iterator; leaving it, or cancelling its task, ends the request."""
+        self._worker.check()
+        self._jobs([prompt], params, lambda _: None)
+        return self._astream(prompt, params)
+
+    async def _astream(self, prompt: Prompt, params: SamplingParams | None) -> AsyncIterator[StreamChunk]:
+        box, put = _async_box()
+        job, last = self._streamed(prompt, params, put), False
+        try:
+            await asyncio.to_thread(self._worker.submit, job)
+            while not last:
+                chunk = _chunk(await box.get())
+                last = chunk.output is not None
+                yield chunk
+        finally:
+            if not last:
+                self._worker.cancel(job)
 
     def metrics(self) -> Metrics:
-        """Return the sums over all requests finished so far."""
-        done = [metrics for metrics, _ in self._finished]
-        firsts = [metrics.time_to_first_token or 0.0 for metrics in done]
-        return Metrics.from_rounds(
-            [entry for _, rounds in self._finished for entry in rounds],
-            num_output_tokens=sum(metrics.num_output_tokens for metrics in done),
-            total_seconds=sum(metrics.total_seconds for metrics in done),
-            time_to_first_token=sum(firsts) / len(firsts) if firsts else None,
-            num_requests=len(done),
-        )
+        """Return the sums over all requests gone by; seconds in all are wall clock with something to decode, others summed by request."""
+        return self._worker.metrics()
 
     def timeline(self) -> Timeline:
-        """Return what both devices were busy with since the last call."""
-        self._check_idle()
-        spans = list(self._spans)
+        """Return what both devices were busy with since the last call, and the rounds of the requests that ended meanwhile."""
+        return self._worker.call(self._timeline)
+
+    def _timeline(self) -> Timeline:
+        spans, rounds = list(self._spans), list(self._worker.rounds)
         self._spans.clear()
+        self._worker.rounds.clear()
         if self.peer is not None and (answer := self.peer.ask(TakeSpans(), Spans)) is not None:
             spans += answer.spans
-        return Timeline(sorted(spans, key=lambda span: span.start))
+        return Timeline(sorted(spans, key=lambda span: span.start), rounds)
 
     def health(self) -> Health:
         """Return whether the draft is at work."""
         if self.peer is None or self.plan.mode == "ar":
             return Health("none")
-        return Health("ok") if self.peer.lost is None else Health("lost", self.peer.lost)
+        return Health("ok" if self.peer.lost is None else "lost", self.peer.lost, self.peer.restarts)
 
     def close(self) -> None:
-        """End the draft's process and let the models go; harmless when called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        if self.peer is None:
-            return
-        if self.peer.lost is None:
-            self.peer.tell(Shutdown())
-            with suppress(subprocess.TimeoutExpired):
-                self.peer.process.wait(2.0)
-        self.peer.process.kill()
-        self.peer.process.wait()
-        self.peer.link.close()
+        """End the draft's process and let the models go; harmless when called twice. Requests on their way get a ValueError."""
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -210,12 +260,30 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _requests(self, prompt: Prompt, params: SamplingParams | None, place: int) -> list[Request]:
-        """Check a prompt and its parameters before anything is decoded; return its n requests."""
-        self._check_idle()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r} is no SamplingParams: pass one, for all prompts")
+    def _forget(self, jobs: Sequence[Job], done: dict[Job, RequestOutput]) -> None:
+        for job in jobs:
+            if job not in done:
+                self._worker.cancel(job)
+
+    def _streamed(self, prompt: Prompt, params: SamplingParams | None, deliver: Callable[[Delivery], None]) -> Job:
+        jobs = self._jobs([prompt], params, deliver)
+        if len(jobs) > 1:
+            raise ValueError(f"n={len(jobs)}: a stream is one output; ask for n=1, or use generate")
+        jobs[0].streams = True
+        return jobs[0]
+
+    def _jobs(self, prompts: Prompt | Sequence[Prompt], params: Params, deliver: Callable[[Delivery], None]) -> list[Job]:
+        """Check prompts and parameters before anything is decoded; return the requests, n of each prompt."""
+        self._worker.check()
+        listed, caller = _as_list(prompts), self._worker.caller()
+        asked = zip(listed, _params_of(listed, params), strict=True)
+        return [
+            Job(request, prompt if isinstance(prompt, str) else None, deliver)
+            for place, (prompt, own) in enumerate(asked)
+            for request in self._requests(prompt, own, place, caller)
+        ]
+
+    def _requests(self, prompt: Prompt, params: SamplingParams, place: int, caller: int) -> list[Request]:
         ids = self._token_ids(prompt, place)
         if not ids:
             raise ValueError(f"prompt {place} is empty: give at least one token")
@@ -231,7 +299,7 @@ class Engine:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.pair.end_ids))
         settled = resolved(params, self.pair, ends, self.plan.verification)
         return [
-            Request(f"request-{next(self._numbers)}", ids, one, ends, room, Text(self.pair.tokenizer, params.stop), index)
+            Request(f"request-{next(self._numbers)}", ids, one, ends, room, Text(self.pair.tokenizer, params.stop), index, caller)
             for index, one in enumerate(settled)
         ]
 
@@ -245,52 +313,63 @@ class Engine:
             pass
         raise ValueError(f"prompt {place} is {prompt!r:.60}: give text (valid Unicode) or a sequence of token ids")
 
-    def _decode(self, request: Request) -> Generator[tuple[int, ...]]:
-        self._check_idle()
-        self._busy = True
-        peer = self.peer if self.plan.mode != "ar" else None
-        rounds = self._scheduler.decode(request, peer)
-        try:
-            while True:
-                with pinned(self.plan.placement.target):
-                    tokens = next(rounds, None)
-                if tokens is None:
-                    break
-                yield tokens
-        finally:
-            self._busy = False
-            rounds.close()  # type: ignore[attr-defined]
-            if request.first_token:
-                self._finished.append((request.metrics(), request.rounds))
 
-    def _check_idle(self) -> None:
-        if self._closed:
-            raise ValueError("the engine is closed: start another")
-        if self._busy:
-            raise ValueError("a request is still being streamed: finish its iterator or close it first; this version decodes one at a time")
-
-    def _output(self, prompt: Prompt, request: Request) -> RequestOutput:
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=request.prompt,
-            index=request.index,
-            text=self._text(request).finish(),
-            token_ids=tuple(request.output),
-            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
-            finish_reason=request.finish_reason or "length",
-            stop_reason=request.stop_reason,
-            metrics=request.metrics(),
-        )
-
-    def _text(self, request: Request) -> Text:
-        """Return the request's text, brought up to its tokens."""
-        request.text.add(*request.output[request.text.length :], may_stop=False)
-        return request.text
+def _shut(worker: Worker, peer: DraftPeer | None) -> None:
+    """End the worker's thread and the draft's process."""
+    worker.close(peer.process.kill if peer is not None else lambda: None)
+    if peer is not None:
+        peer.close(Shutdown())
 
 
 def _setup(plan: Configuration) -> Setup:
-    return Setup(plan.num_speculative_tokens, plan.fan_out_hit, plan.fan_out_miss, plan.backup, plan.placement, plan.ranking, plan.saguaro)
+    lists = plan.fan_out_hit, plan.fan_out_miss
+    return Setup(plan.num_speculative_tokens, *lists, plan.backup, plan.placement, plan.ranking, plan.saguaro, plan.budget, plan.building)
+
+
+def _count(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+    return value
+
+
+def _keep(done: dict[Job, RequestOutput], delivery: Delivery) -> None:
+    job, item = delivery
+    if isinstance(item, BaseException):
+        raise item
+    if isinstance(item, RequestOutput):
+        done[job] = item
+
+
+def _chunk(delivery: Delivery) -> StreamChunk:
+    item = delivery[1]
+    if isinstance(item, BaseException):
+        raise item
+    if not isinstance(item, StreamChunk):
+        raise TypeError(f"{type(item).__name__} came where a chunk was due")
+    return item
+
+
+def _async_box() -> tuple[asyncio.Queue[Delivery], Callable[[Delivery], None]]:
+    """Return a queue of the running event loop and how other threads put into it; a loop that is gone hears nothing."""
+    loop, box = asyncio.get_running_loop(), asyncio.Queue[Delivery]()
+
+    def put(delivery: Delivery) -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(box.put_nowait, delivery)
+
+    return box, put
+
+
+def _params_of(prompts: Sequence[Prompt], params: Params) -> list[SamplingParams]:
+    """Return the parameters of each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    listed: list[SamplingParams] = [] if isinstance(params, dict | str) or not isinstance(params, Iterable) else list(params)
+    if not listed or not all(isinstance(one, SamplingParams) for one in listed):
+        raise ValueError(f"params={params!r} is no SamplingParams: pass one, for all prompts, or one for each")
+    if len(listed) != len(prompts):
+        raise ValueError(f"params has {len(listed)} entries for {len(prompts)} prompts: pass one, for all prompts, or one for each")
+    return listed
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from sim.timeline import Span
 from ssd.engine.packed import Laws
 from ssd.specs import Placement, SamplingParams
+from theory.calibration import Calibration
 
 T = TypeVar("T")
 
@@ -59,42 +60,60 @@ class Setup:
     placement: Placement
     ranking: str = "shared_noise"
     saguaro: tuple[float, ...] = ()
+    budget: int = 0
+    building: str = "fixed"
+    calibration: tuple[tuple[str, Calibration], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """Target to draft: a request with its prompt; `end_ids` are tokens after which nothing follows. `params` are settled: the seed is
-    given, and the verification is rejection or coupled."""
+    given, and the verification is rejection or coupled. output: what it has already emitted, where it is taken up on its way."""
 
     request: str
     prompt: tuple[int, ...]
     end_ids: tuple[int, ...]
     params: SamplingParams
+    output: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Target to draft: of round `round`, `accepted` draft tokens stand and `bonus` follows them."""
+    """Of one request: `accepted` draft tokens stand and `bonus` follows them."""
 
     request: str
-    round: int
     accepted: int
     bonus: int
 
 
 @dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Target to draft: what round `round` came to, for every request in it that goes on."""
+
+    round: int
+    outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft to target: the tokens to verify after outcome `round`; `hit` is None where no cache is kept.
+    """Of one request: the tokens to verify next; `hit` is None where no cache is kept, `backup` whether a backup drafted them.
 
     laws: what the tokens were drawn from, where the verification reads it; without them the tokens are point masses.
     """
 
     request: str
-    round: int
-    tokens: tuple[int, ...]
-    hit: bool | None
-    backup: bool
+    tokens: tuple[int, ...] = ()
+    hit: bool | None = None
+    backup: bool = False
     laws: Laws | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Draft to target: a draft for each outcome of round `round`."""
+
+    round: int
+    drafts: tuple[Draft, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +152,18 @@ class Scored:
     """Draft to target: the ranks, 1 for the draft's own choice."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCalibration:
+    """Target to draft: say what its confidences have been worth so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrations:
+    """Draft to target: the counts of each kind of confidence."""
+
+    calibrations: tuple[tuple[str, Calibration], ...]
 
 
 @dataclass(frozen=True, slots=True)

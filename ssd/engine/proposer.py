@@ -27,7 +27,9 @@ class Proposer:
         self.seed = torch.tensor([params.seed or 0], device=device)
         self.greedy, self.coupled = params.temperature == 0, params.verification == "coupled"
         self.ranking = setup.ranking
-        lists = setup.fan_out_miss, setup.fan_out_hit
+        # Without lists, what the budget comes to at a place on average.
+        even = (max(1, round(setup.budget / (setup.num_speculative_tokens + 1))),) * (setup.num_speculative_tokens + 1)
+        lists = setup.fan_out_miss or even, setup.fan_out_hit or even
         # For drafts after a miss and after a hit: factor and count at each place.
         self.pressing = [list(zip(setup.saguaro, fan_out, strict=False)) for fan_out in lists]
 

@@ -14,19 +14,19 @@ from ssd.models import LoadedModel
 SCORE_CHUNK = 128
 
 
-def rehearse(loaded: LoadedModel, rows: int, tokens: int, context: int, again: Callable[[int], bool]) -> list[float]:
+def rehearse(loaded: LoadedModel, tokens: int, context: int, again: Callable[[int], bool]) -> list[float]:
     """Return the seconds of forwards of `tokens` queries that see `context` tokens, one after another while `again(done)` holds."""
-    model = SlotModel(loaded, rows, 1 + context + tokens)
+    model = SlotModel(loaded, 1, 1 + context + tokens)
     visible = np.zeros((tokens, model.slots), dtype=bool)
     visible[:, 1 : context + 1] = True
     visible[:, context + 1 :] = np.tri(tokens, dtype=bool)
     ids = torch.arange(tokens, device=model.device) % loaded.vocab_size
     queries = Queries(ids, np.arange(context, context + tokens), np.arange(context + 1, context + 1 + tokens), visible)
     seconds: list[float] = []
-    model.forward([queries] * rows)
+    model.forward({0: queries})
     while again(len(seconds)):
         begin = monotonic()
-        model.forward([queries] * rows).argmax(-1).tolist()
+        model.forward({0: queries})[0].argmax(-1).tolist()
         seconds.append(monotonic() - begin)
     return seconds
 
@@ -43,7 +43,7 @@ def rank_tokens(loaded: LoadedModel, tokens: tuple[int, ...], start: int) -> lis
         visible = np.zeros((end - begin, model.slots), dtype=bool)
         visible[:, 1 : end + 1] = np.tri(end - begin, end, begin, dtype=bool)
         ids = torch.tensor(tokens[begin:end], device=model.device)
-        logits = model.forward([Queries(ids, np.arange(begin, end), np.arange(begin + 1, end + 1), visible)])[0]
+        logits = model.forward({0: Queries(ids, np.arange(begin, end), np.arange(begin + 1, end + 1), visible)})[0]
         for place in range(max(begin, start - 1), end):
             token, row = tokens[place + 1], logits[place - begin]
             ranks.append(1 + int((row > row[token]).sum()) if token < loaded.vocab_size else loaded.vocab_size + 1)

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import Literal
 
 from sim.metrics import Metrics, Round
 from sim.timeline import Span
-from ssd.engine.link import Draft, Link, LinkError, Outcome, Ready, Setup, Start, Stop
+from ssd.engine.link import Draft, Outcome, Outcomes, Start, Stop
+from ssd.engine.peer import DraftPeer
 from ssd.engine.spans import recorded
-from ssd.engine.target import Proposal, Target, TokenLogprobs, Verdict
+from ssd.engine.target import PREFILL_CHUNK, Proposal, Target, TokenLogprobs, Verdict
 from ssd.engine.text import Text
+from ssd.engine.waiting import WaitingRoom
 from ssd.specs import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # A draft whose tokens are hardly ever right is a mistake its user should hear of.
 WARN_AFTER_ROUNDS, WARN_BELOW_RATE = 32, 0.1
+# Of a prompt that is fed beside other requests, so many tokens a round: their rounds are not to take much longer.
+SHARED_CHUNK = 64
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One request on its way."""
+    """One request on its way. caller: whose turn it counts for while it waits."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -38,15 +38,15 @@ class Request:
     room: int
     text: Text
     index: int = 0
+    caller: int = 0
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
-    started: float = 0.0
+    started: float = field(default_factory=monotonic)
     first_token: float = 0.0
     ended: float = 0.0
-    told: float = 0.0
 
     def remaining(self) -> int:
         """Tokens that may still follow, by max_tokens and by the context limit."""
@@ -75,7 +75,7 @@ class Request:
         return self.text.add(token, may_stop=length >= self.params.min_tokens)
 
     def metrics(self) -> Metrics:
-        """Return the counts and rates of this request so far."""
+        """Return the counts and rates of this request so far; its seconds begin when it was asked for."""
         return Metrics.from_rounds(
             self.rounds,
             num_output_tokens=len(self.output),
@@ -84,150 +84,142 @@ class Request:
         )
 
 
-class DraftPeer:
-    """The draft's process as the scheduler sees it; once lost, it drafts nothing and no request fails for it."""
+@dataclass
+class Told:
+    """A round whose outcomes have left: when, and which."""
 
-    def __init__(self, process: subprocess.Popen[bytes], link: Link, deadline: float, vocab_size: int) -> None:
-        self.process, self.link, self.deadline, self.vocab_size = process, link, deadline, vocab_size
-        self.lost: str | None = None
-        self.lookahead = 0
-        link.give_up_after(deadline)
-
-    def configure(self, setup: Setup) -> bool:
-        """Let it draft as `setup` says from the next request on; False if it is lost."""
-        self.lookahead = setup.num_speculative_tokens
-        return self.ask(setup, Ready) is not None
-
-    def tell(self, message: object) -> None:
-        """Send `message`, or note that the draft is lost."""
-        if self.lost is None:
-            try:
-                self.link.send(message)
-            except LinkError as error:
-                self.lose(str(error))
-
-    def draft(self, request: str, round_index: int) -> Draft:
-        """Wait for the draft after outcome `round_index`; an empty one if the draft is lost, as one silent past the deadline is."""
-        if self.lost is None:
-            try:
-                draft = self._await(Draft, lambda draft: draft.request == request)
-                self._check(draft, round_index)
-                return draft
-            except LinkError as error:
-                self.lose(str(error))
-        return Draft(request, round_index, (), None, False)
-
-    def _check(self, draft: Draft, round_index: int) -> None:
-        """Raise LinkError for what is no draft of this round: it must not fail the request."""
-        known = all(isinstance(token, int) and 0 <= token < self.vocab_size for token in draft.tokens)
-        if draft.round != round_index or not known or len(draft.tokens) > self.lookahead:
-            raise LinkError(f"the draft of round {draft.round} came malformed or out of turn, in round {round_index}")
-        if draft.laws is not None:
-            try:
-                draft.laws.check(draft.tokens, self.vocab_size)
-            except Exception as error:
-                raise LinkError(f"the draft of round {draft.round} came malformed: {error}") from error
-
-    def ask(self, question: object, kind: type[T], deadline: float | None = None) -> T | None:
-        """Send `question` and return the answer, a `kind`; None if the draft is lost."""
-        self.tell(question)
-        try:
-            return self._await(kind, deadline=deadline) if self.lost is None else None
-        except LinkError as error:
-            self.lose(str(error))
-            return None
-
-    def _await(self, kind: type[T], wanted: Callable[[T], bool] = lambda _: True, deadline: float | None = None) -> T:
-        """Return the next `kind` that is wanted, passing over drafts that a cancelled request left behind."""
-        while True:
-            message: object = self.link.expect(kind, Draft, deadline=deadline or self.deadline)
-            if isinstance(message, kind) and wanted(message):
-                return message
-
-    def lose(self, reason: str) -> None:
-        """Give the draft up: end its process and go on as AR."""
-        self.lost = reason
-        logger.warning("draft lost: %s; decoding goes on without it", reason)
-        with suppress(OSError):
-            self.process.kill()
-        self.process.wait()
-        self.link.close()
+    round: int = 0
+    at: float = 0.0
 
 
 class Scheduler:
-    """Decodes requests round by round with a target and, unless mode is ar, a draft."""
+    """Decodes requests round by round with a target and, unless mode is ar, a draft; they join and leave between any two rounds."""
 
-    def __init__(self, target: Target, spans: deque[Span]) -> None:
-        self.target, self.spans = target, spans
+    def __init__(self, target: Target, peer: DraftPeer | None, spans: deque[Span], backup: str = "jit") -> None:
+        self.target, self.peer, self.spans, self.backup = target, peer, spans, backup
+        self.waiting: WaitingRoom[Request] = WaitingRoom()
+        self.running: dict[int, Request] = {}
+        self._told = Told()
         self._drafted = self._accepted = self._drafts = 0
         self._warned = False
 
-    def decode(self, request: Request, peer: DraftPeer | None) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens that the prefill and then each round commit, until the request ends or the caller stops asking."""
-        request.started = monotonic()
-        row = None
-        try:
-            if peer is not None:
-                peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids), request.params))
-            with recorded(self.spans, "target", "prefill", 0, request.request_id):
-                row, verdict = self.target.start(request.prompt, request.params, tuple(request.end_ids))
-            first = self._settle(request, peer, 0, (), verdict)
-            request.first_token = monotonic()
-            yield first
-            while request.finish_reason is None:
-                yield self._round(request, peer, row)
-        finally:
-            request.ended = monotonic()
-            if row is not None:
-                self.target.stop(row)
-            if peer is not None:
-                peer.tell(Stop(request.request_id))
+    @property
+    def busy(self) -> bool:
+        """Whether there is a request to decode."""
+        return bool(self.running) or len(self.waiting) > 0
 
-    def _round(self, request: Request, peer: DraftPeer | None, row: int) -> tuple[int, ...]:
-        index = len(request.rounds) + 1
-        draft = self._next_draft(request, peer, index)
+    def add(self, request: Request) -> None:
+        """Let a request wait for a row."""
+        self.waiting.add(request.caller, request)
+
+    def cancel(self, request: Request) -> bool:
+        """Forget a request, between two rounds; whether it was waiting or running."""
+        if self.waiting.remove(request):
+            return True
+        row = next((row for row, other in self.running.items() if other is request), None)
+        if row is not None:
+            self._leave(row)
+        return row is not None
+
+    def step(self) -> list[tuple[Request, tuple[int, ...]]]:
+        """Play one round: take in who waits, verify every draft, feed a piece of one prompt. Return what each request gained.
+
+        The first tokens of a request count as a gain like others; a request that ends has its reason, and has left its row.
+        """
+        self._admit()
+        if not self.running:
+            return []
+        index = self._told.round + 1
+        drafts = self._drafts_due(index)
         asked = monotonic()
-        proposal = Proposal(draft.tokens, draft.laws).shortened(request.remaining() - 1)
-        with recorded(self.spans, "target", "verify", index, request.request_id):
-            verdict = self.target.verify([proposal if r == row else None for r in range(len(self.target.rows))])[row]
+        begun = {row: request for row, request in self.running.items() if request.output}
+        proposals = {row: self._proposal(request, drafts) for row, request in begun.items()}
+        fed = self.target.feeding()
+        names = ", ".join(request.request_id for request in self.running.values())
+        with recorded(self.spans, "target", "verify" if proposals else "prefill", index, names):
+            verdicts = self.target.round(proposals, SHARED_CHUNK if len(self.running) > 1 else PREFILL_CHUNK)
         verified = monotonic()
-        if verdict is None:
-            raise RuntimeError(f"row {row} is idle")
-        wait = asked - request.told if peer is not None else 0.0
-        kept = self._settle(request, peer, index, proposal.tokens, verdict)
-        self._record(request, draft, len(proposal.tokens), verdict.accepted, len(kept), verified - asked, wait)
-        return kept
+        wait = asked - self._told.at if self._told.at and drafts else 0.0
+        gains = self._settle(index, proposals, verdicts)
+        for row, kept in gains.items():
+            request = self.running[row]
+            if row == fed:
+                request.first_token = monotonic()
+            else:
+                draft = drafts.get(request.request_id, Draft(request.request_id))
+                self._record(request, draft, len(proposals[row].tokens), verdicts[row], len(kept), verified - asked, wait, asked - wait)
+        found = [(self.running[row], kept) for row, kept in gains.items()]
+        for row in gains:
+            if self.running[row].finish_reason is not None:
+                self._leave(row)
+        return found
 
-    def _next_draft(self, request: Request, peer: DraftPeer | None, index: int) -> Draft:
-        """Wait for the draft of round `index`, counting from the outcome's leaving: on a shared core the draft works from then on."""
-        if peer is None:
-            return Draft(request.request_id, index - 1, (), None, False)
-        draft = peer.draft(request.request_id, index - 1)
-        self.spans.append(Span("target", "wait", request.told, monotonic(), index, request.request_id))
-        return draft
+    def _admit(self) -> None:
+        """Give idle rows to who waits, and let the draft know of every request that it does not know, as after it was lost."""
+        while self.waiting and self.target.idle:
+            request = self.waiting.next()
+            self.running[self.target.start(request.prompt, request.params, tuple(request.end_ids))] = request
+        if self.peer is None:
+            return
+        if self.peer.lost is not None:
+            self.peer.take_back()
+        for request in self.running.values():
+            if self.peer.lost is None and request.request_id not in self.peer.known:
+                self.peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids), request.params, tuple(request.output)))
+                self.peer.known.add(request.request_id)
 
-    def _settle(self, request: Request, peer: DraftPeer | None, index: int, drafted: tuple[int, ...], verdict: Verdict) -> tuple[int, ...]:
-        """Commit what the verdict emits and let the draft know before anything else is done with it."""
-        kept = request.commit([*drafted[: verdict.accepted], verdict.bonus], verdict.logprobs)
-        request.told = monotonic()
-        if peer is not None and request.finish_reason is None:
-            peer.tell(Outcome(request.request_id, index, verdict.accepted, verdict.bonus))
-        return kept
+    def _leave(self, row: int) -> None:
+        request = self.running.pop(row)
+        request.ended = monotonic()
+        self.target.stop(row)
+        if self.peer is not None and request.request_id in self.peer.known:
+            self.peer.known.discard(request.request_id)
+            self.peer.tell(Stop(request.request_id))
 
-    def _record(self, request: Request, draft: Draft, drafted: int, accepted: int, committed: int, verify: float, wait: float) -> None:
+    def _drafts_due(self, index: int) -> Mapping[str, Draft]:
+        """Wait for the drafts of round `index`, counting from the outcomes' leaving: on a shared core the draft works from then on."""
+        if self.peer is None:
+            return {}
+        drafts = self.peer.drafts()
+        if drafts:
+            self.spans.append(Span("target", "wait", self._told.at, monotonic(), index, ", ".join(drafts)))
+        return drafts
+
+    def _proposal(self, request: Request, drafts: Mapping[str, Draft]) -> Proposal:
+        draft = drafts.get(request.request_id)
+        return Proposal() if draft is None else Proposal(draft.tokens, draft.laws).shortened(request.remaining() - 1)
+
+    def _settle(self, index: int, proposals: Mapping[int, Proposal], verdicts: Mapping[int, Verdict]) -> dict[int, tuple[int, ...]]:
+        """Commit what the verdicts emit and let the draft know before anything else is done with it."""
+        gains, outcomes = {}, []
+        for row, verdict in verdicts.items():
+            request, drafted = self.running[row], proposals.get(row, Proposal()).tokens
+            gains[row] = request.commit([*drafted[: verdict.accepted], verdict.bonus], verdict.logprobs)
+            if self.peer is not None and request.finish_reason is None and request.request_id in self.peer.known:
+                outcomes.append(Outcome(request.request_id, verdict.accepted, verdict.bonus))
+        self._told = Told(index, monotonic())
+        if self.peer is not None and outcomes:
+            self.peer.report(Outcomes(index, tuple(outcomes)))
+        return gains
+
+    def _record(
+        self, request: Request, draft: Draft, drafted: int, verdict: Verdict, committed: int, verify: float, wait: float, start: float
+    ) -> None:
         request.rounds.append(
             Round(
                 request=request.request_id,
                 drafted=drafted,
-                accepted=accepted,
+                accepted=verdict.accepted,
                 committed=committed,
                 hit=draft.hit,
                 backup=draft.backup,
                 verify_seconds=verify,
                 wait_seconds=wait,
+                start=start,
+                drafter=_drafter(draft, self.backup),
             )
         )
-        self._watch_acceptance(drafted, accepted)
+        self._watch_acceptance(drafted, verdict.accepted)
 
     def _watch_acceptance(self, drafted: int, accepted: int) -> None:
         self._drafts += drafted > 0
@@ -241,3 +233,10 @@ class Scheduler:
                 self._drafted,
                 self._drafts,
             )
+
+
+def _drafter(draft: Draft, backup: str) -> str:
+    """Return who made a draft: the cache, the draft model in SD, a backup, or nobody."""
+    if not draft.tokens:
+        return "none"
+    return "cache" if draft.hit else backup if draft.backup else "draft"

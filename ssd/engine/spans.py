@@ -10,7 +10,7 @@ from time import monotonic
 from sim.timeline import Span
 
 # The latest are kept until they are asked for.
-MAX_SPANS = 200_000
+MAX_SPANS = 50_000
 
 
 @contextmanager

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 import numpy as np
 import torch
 
 from ssd.engine.forward import Queries, SlotModel
-from ssd.engine.kv import Slots
+from ssd.engine.kv import Trunk
 from ssd.engine.packed import Laws
+from ssd.engine.prefix import chain, place_for, share_prefix
 from ssd.models import LoadedModel
 from ssd.sampling import Before, Parameters, Proposed, Purpose, log_law, noise_key, padded, prefix_hash, processed, verify
 from ssd.specs import SamplingParams
@@ -44,16 +45,25 @@ class Verdict:
 
 @dataclass
 class TargetRow:
-    """One request as the target knows it: the slots of its fed tokens, all its tokens with their hash; the last is not yet fed."""
+    """One request as the target knows it: all its tokens with their hash, and of which the keys and values lie in slots.
+
+    Until its prompt is fed it draws nothing; from then on its last token alone is not fed. age: when it was last taken or left.
+    """
 
     params: SamplingParams
     end_ids: tuple[int, ...]
-    trunk: np.ndarray
-    slots: Slots
+    trunk: Trunk
     prompt: int
     tokens: list[int]
     prefix: int
-    length: int = 0
+    begun: bool = False
+    active: bool = True
+    age: int = 0
+
+    @property
+    def unfed(self) -> list[int]:
+        """Tokens whose keys and values are not there yet."""
+        return self.tokens[self.trunk.length :]
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Go on by `tokens`."""
@@ -67,85 +77,99 @@ def slots_needed(max_model_len: int, num_speculative_tokens: int) -> int:
 
 
 class Target:
-    """The target model and the key-value slots of every row."""
+    """The target model and the key-value slots of every row. A row that is left keeps its text for whoever begins alike."""
 
     def __init__(self, loaded: LoadedModel, rows: int, slots: int) -> None:
         self.model = SlotModel(loaded, rows, slots)
         self.rows: list[TargetRow | None] = [None] * rows
+        self._ages = count()
         self._stacked: tuple[Sequence[TargetRow], Parameters | None] = ((), None)
 
-    def start(self, prompt: Sequence[int], params: SamplingParams, end_ids: Sequence[int]) -> tuple[int, Verdict]:
-        """Take a request in, feed its prompt and return its row and the first token of its output."""
-        index = self.rows.index(None)
-        row = TargetRow(
+    @property
+    def idle(self) -> int:
+        """Rows that a request may take."""
+        return sum(row is None or not row.active for row in self.rows)
+
+    def start(self, prompt: Sequence[int], params: SamplingParams, end_ids: Sequence[int]) -> int:
+        """Give a request an idle row, where part of its prompt may lie already, and return it; its prompt is fed in the rounds to come."""
+        index, trunk = place_for(prompt, self.rows, self.model)
+        self.rows[index] = TargetRow(
             params=params,
             end_ids=tuple(end_ids),
-            trunk=np.zeros(self.model.slots, dtype=bool),
-            slots=Slots(self.model.slots),
+            trunk=trunk,
             prompt=len(prompt),
             tokens=list(prompt),
             prefix=prefix_hash(prompt),
+            age=next(self._ages),
         )
-        for begin in range(0, len(prompt), PREFILL_CHUNK):
-            queries, slots = self._chain(row, prompt[begin : begin + PREFILL_CHUNK])
-            logits = self.model.forward([queries if r == index else None for r in range(len(self.rows))], last_only=True)
-            row.trunk[slots] = True
-            row.length += len(slots)
-        verdict = self._judge(logits[index : index + 1], [row], [Proposal()])[0]
-        row.commit([verdict.bonus])
-        # Last of all: whatever broke this off before has left the row idle.
-        self.rows[index] = row
-        return index, verdict
+        return index
 
     def stop(self, index: int) -> None:
-        """Forget a request."""
-        self.rows[index] = None
+        """Let the request of a row go."""
+        row = self.rows[index]
+        if row is not None:
+            row.active, row.age = False, next(self._ages)
+            row.trunk.cut(row.trunk.length)
 
-    def verify(self, proposals: Sequence[Proposal | None]) -> list[Verdict | None]:
-        """Verify each row's proposal (None: an idle row) in one forward, each by its own parameters, and roll back what does not stand."""
-        fed = [
-            None if row is None or draft is None else self._chain(row, [row.tokens[-1], *draft.tokens])
-            for row, draft in zip(self.rows, proposals, strict=True)
-        ]
-        logits = self.model.forward([None if pair is None else pair[0] for pair in fed])
-        active = [
-            (index, row, draft, pair[1])
-            for index, (row, draft, pair) in enumerate(zip(self.rows, proposals, fed, strict=True))
-            if row is not None and draft is not None and pair is not None
-        ]
-        if len(active) < len(proposals):
-            logits = logits[[index for index, *_ in active]]
-        verdicts = self._judge(logits, [row for _, row, _, _ in active], [draft for _, _, draft, _ in active])
-        found: list[Verdict | None] = [None] * len(proposals)
-        for (index, row, draft, slots), verdict in zip(active, verdicts, strict=True):
-            found[index] = verdict
-            row.trunk[slots[: verdict.accepted + 1]] = True
-            row.slots.release(slots[verdict.accepted + 1 :])
-            row.length += verdict.accepted + 1
-            row.commit([*draft.tokens[: verdict.accepted], verdict.bonus])
-        return found
+    def feeding(self) -> int | None:
+        """Return the row whose prompt is being fed: the first that came."""
+        found = [index for index, row in enumerate(self.rows) if row is not None and row.active and not row.begun]
+        return min(found, key=lambda index: self._row(index).age, default=None)
 
-    def _chain(self, row: TargetRow, tokens: Sequence[int]) -> tuple[Queries, np.ndarray]:
-        count = len(tokens)
-        slots = row.slots.take(count)
-        visible = np.repeat(row.trunk[None], count, axis=0)
-        visible[:, slots] = np.tri(count, dtype=bool)
-        fed = torch.tensor(tokens, device=self.model.device)
-        return Queries(fed, np.arange(row.length, row.length + count), slots, visible), slots
+    def round(self, proposals: Mapping[int, Proposal], chunk: int = PREFILL_CHUNK) -> dict[int, Verdict]:
+        """Verify a proposal for each row that has begun, and feed up to `chunk` tokens of one prompt, all in one forward.
 
-    def _judge(self, logits: torch.Tensor, rows: Sequence[TargetRow], drafts: Sequence[Proposal]) -> list[Verdict]:
-        """Return what each of n rows emits. logits `[n, width, vocabulary]`, aligned at the end; one transfer to the host."""
-        n, width, vocab_size = logits.shape
+        Return what the rows emit, each by its own parameters; a row whose prompt is fed emits its first token.
+        """
+        fed = {index: self._fed(index, proposal.tokens) for index, proposal in proposals.items()}
+        judged = dict(proposals)
+        if (beginner := self.feeding()) is not None:
+            whole = len(self._row(beginner).unfed) <= chunk
+            fed[beginner] = self._prompt(beginner, chunk, whole)
+            if whole:
+                judged[beginner] = Proposal()
+        logits = self.model.forward(fed)
+        indices = sorted(judged)
+        rows, drafts = [self._row(index) for index in indices], [judged[index] for index in indices]
+        verdicts = dict(zip(indices, self._judge([logits[index] for index in indices], rows, drafts), strict=True)) if judged else {}
+        # Last of all: whatever broke this off before has left the rows as they were.
+        for index, queries in fed.items():
+            row, verdict = self._row(index), verdicts.get(index)
+            stays = len(queries.slots) - len(judged[index].tokens) + verdict.accepted if verdict is not None else len(queries.slots)
+            row.trunk.add(queries.slots[:stays])
+            row.trunk.slots.release(queries.slots[stays:])
+            if verdict is not None:
+                row.begun = True
+                row.commit([*judged[index].tokens[: verdict.accepted], verdict.bonus])
+        return verdicts
+
+    def _row(self, index: int) -> TargetRow:
+        row = self.rows[index]
+        if row is None:
+            raise RuntimeError(f"row {index} is idle")
+        return row
+
+    def _fed(self, index: int, drafted: Sequence[int]) -> Queries:
+        row = self._row(index)
+        return chain(row.trunk, [*row.unfed, *drafted], 1 + len(drafted), self.model.device)
+
+    def _prompt(self, index: int, chunk: int, whole: bool) -> Queries:
+        row = self._row(index)
+        share_prefix(row, index, self.rows, self.model)
+        return chain(row.trunk, row.unfed[:chunk], int(whole), self.model.device)
+
+    def _judge(self, logits: Sequence[torch.Tensor], rows: Sequence[TargetRow], drafts: Sequence[Proposal]) -> list[Verdict]:
+        """Return what each of n rows emits. logits `[K+1, vocabulary]` of each row's draft of K tokens; one transfer to the host."""
+        n, vocab_size = len(rows), logits[0].shape[-1]
+        width = max(map(len, logits))
         parameters = self._parameters(rows, vocab_size)
-        counts = [len(draft.tokens) for draft in drafts]
-        if min(counts) < width - 1:
-            places = np.minimum(np.arange(width)[None] + width - 1 - np.array(counts)[:, None], width - 1)
-            logits = logits.gather(1, self._upload(places)[..., None].expand(-1, -1, vocab_size))
+        # A shorter draft is filled up; what is read there, nobody uses.
+        stacked = torch.stack(list(logits)) if min(map(len, logits)) == width else torch.nn.utils.rnn.pad_sequence(list(logits), True)
         length = np.array([len(row.tokens) for row in rows])[:, None] + np.arange(width)
         ids = self._ids(rows, drafts, width) if parameters.reads_prefix else None
         before = Before(self._upload(length.reshape(-1)), ids)
         every = parameters.repeated(width)
-        scores = processed(logits.flatten(0, 1), every, before)
+        scores = processed(stacked.flatten(0, 1), every, before)
         # Where all rows are greedy only the largest counts, and it is the same before and after.
         log_p = (scores if parameters.greedy else log_law(scores, every)).view(n, width, vocab_size)
         accept, target = (None, None) if parameters.greedy else self._keys(rows, drafts, length)
@@ -154,7 +178,7 @@ class Target:
         found = verify(
             log_p,
             self._proposed(drafts, log_p, needs_q=not all(couples)),
-            torch.tensor(couples, device=logits.device) if mixed else couples[0],
+            torch.tensor(couples, device=stacked.device) if mixed else couples[0],
             accept,
             target,
         )

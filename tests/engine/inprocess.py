@@ -14,10 +14,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.engine.draft import Drafter
-from ssd.engine.draft_process import obey
+from ssd.engine.draft_process import run
 from ssd.engine.kv import ATTENTION
 from ssd.engine.link import Link, LinkError, Setup, Shutdown
-from ssd.engine.scheduler import DraftPeer, Request, Scheduler
+from ssd.engine.peer import DraftPeer
+from ssd.engine.scheduler import Request, Scheduler
 from ssd.engine.target import Target, slots_needed
 from ssd.engine.text import Text
 from ssd.models import LoadedModel
@@ -67,55 +68,86 @@ def setup(K: int, fan_out_hit: tuple[int, ...] = (), fan_out_miss: tuple[int, ..
 class Pair:
     """A target here and its drafter in a thread."""
 
-    def __init__(self, target: LoadedModel, peer: DraftPeer, max_model_len: int, idle: threading.Event) -> None:
-        self.target, self.peer, self.max_model_len, self.idle = target, peer, max_model_len, idle
+    def __init__(self, target: LoadedModel, peer: DraftPeer, max_model_len: int, idle: threading.Event, drafter: Drafter) -> None:
+        self.target, self.peer, self.max_model_len, self.idle, self.drafter = target, peer, max_model_len, idle, drafter
         self.spans: deque = deque()
 
-    def decode(self, how, prompt, max_tokens, ends=frozenset(), stop_after=None, patient=False, **params):
-        """Decode one prompt (`how` None: AR); return the finished request.
-
-        stop_after cancels it after so many rounds; a patient target lets the draft finish its cache before it verifies; params are further
-        sampling parameters, settled.
-        """
+    def scheduler(self, how, patient=False) -> Scheduler:
+        """A scheduler that decodes as `how` says (None: AR); a patient target lets the draft finish its cache before it verifies."""
         if how is not None:
             assert self.peer.configure(how), self.peer.lost
         K = how.num_speculative_tokens if how is not None else 0
-        target = Target(self.target, 1, slots_needed(self.max_model_len, K))
+        target = Target(self.target, len(self.drafter.rows), slots_needed(self.max_model_len, K))
         if patient:
-            verify = target.verify
-            target.verify = lambda drafts: self.idle.wait(20) and verify(drafts)
+            play = target.round
+            target.round = lambda *rest: self.idle.wait(20) and play(*rest)
+        return Scheduler(target, self.peer if how is not None else None, self.spans)
+
+    def request(self, prompt, max_tokens, ends=frozenset(), **params) -> Request:
+        """A request with further sampling parameters, settled."""
         settled = SamplingParams(max_tokens=max_tokens, **params)
-        request = Request(f"r{next(NUMBERS)}", tuple(prompt), settled, ends, self.max_model_len - len(prompt), Text(tokenizer()))
-        rounds = Scheduler(target, self.spans).decode(request, self.peer if how is not None else None)
-        for number, _ in enumerate(rounds):
-            if number == stop_after:
-                rounds.close()
+        return Request(f"r{next(NUMBERS)}", tuple(prompt), settled, ends, self.max_model_len - len(prompt), Text(tokenizer()))
+
+    def decode(self, how, prompt, max_tokens, ends=frozenset(), stop_after=None, patient=False, **params):
+        """Decode one prompt alone; return the finished request. stop_after cancels it after so many rounds."""
+        scheduler, request = self.scheduler(how, patient), self.request(prompt, max_tokens, ends, **params)
+        scheduler.add(request)
+        number = 0
+        while scheduler.busy:
+            if scheduler.step():
+                if number == stop_after:
+                    scheduler.cancel(request)
+                number += 1
         return request
+
+    def decode_all(self, how, requests, joins=(), leaves=(), patient=False):
+        """Decode requests together: request i joins before step joins[i] (0 if there is none), and is cancelled before step leaves[i]."""
+        scheduler = self.scheduler(how, patient)
+        joins = dict(enumerate(joins))
+        due = sorted(range(len(requests)), key=lambda i: joins.get(i, 0))
+        step = 0
+        while due or scheduler.busy:
+            while due and (joins.get(due[0], 0) <= step or not scheduler.busy):
+                scheduler.add(requests[due.pop(0)])
+            for i, last in enumerate(leaves):
+                if last == step:
+                    scheduler.cancel(requests[i])
+            scheduler.step()
+            step += 1
+        return requests
 
 
 @contextmanager
-def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, deadline: float = 20.0):
+def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, deadline: float = 20.0, rows: int = 1):
     """Run a drafter in a thread and yield the Pair that talks to it."""
     ours, theirs = Pipe()
     link, far = Link(ours), Link(theirs)
-    drafter = Drafter(loaded(draft), far, 1, max_model_len, target.config.vocab_size)
+    drafter = Drafter(loaded(draft), far, rows, max_model_len, target.config.vocab_size)
 
     idle = threading.Event()
 
+    class Watched(Link):
+        """Says when the drafter has nothing left to do but wait for a message."""
+
+        def receive(self, deadline=None):
+            if self._next is None and not self._connection.poll(0):
+                idle.set()
+            message = super().receive(deadline)
+            idle.clear()
+            return message
+
+    far.__class__ = Watched
+
     def serve() -> None:
         with suppress(LinkError):
-            while not isinstance(message := far.receive(), Shutdown):
-                idle.clear()
-                obey(drafter, far, message)
-                if far.peek() is None:
-                    idle.set()
+            run(drafter, far)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     process = SimpleNamespace(kill=lambda: None, wait=lambda timeout=None: None)
     peer = DraftPeer(process, link, deadline, target.config.vocab_size)
     try:
-        yield Pair(loaded(target), peer, max_model_len, idle)
+        yield Pair(loaded(target), peer, max_model_len, idle, drafter)
     finally:
         peer.tell(Shutdown())
         thread.join(20)
@@ -124,15 +156,16 @@ def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, de
 @contextmanager
 def recorded(peer):
     """The drafts that come from `peer` in the meantime."""
-    sent, receive = [], peer.draft
+    sent, receive = [], peer.drafts
 
-    def draft(request, index):
-        sent.append(receive(request, index))
-        return sent[-1]
+    def drafts():
+        found = receive()
+        sent.extend(found.values())
+        return found
 
-    peer.draft = draft
+    peer.drafts = drafts
     yield sent
-    peer.draft = receive
+    peer.drafts = receive
 
 
 def reference(model: PreTrainedModel, prompt: list[int], count: int, ends: frozenset[int] = frozenset()) -> list[int]:

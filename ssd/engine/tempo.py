@@ -1,0 +1,69 @@
+"""How fast the two devices go just now, measured as they go: what the draft plans its cache by."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import numpy as np
+
+# What a new measurement counts for, and how fast old ones fade.
+WEIGHT = 0.2
+MEMORY = 0.98
+# Measurements before a line through them is believed.
+ENOUGH = 6
+# Tokens accepted and tried that are taken for granted at first.
+PRIOR = (3.0, 4.0)
+
+
+class Tempo:
+    """Seconds of a draft step by its tokens, seconds of a verification, and the share of draft tokens that are accepted."""
+
+    def __init__(self) -> None:
+        self.verification: float | None = None
+        self._steps = np.zeros(5)
+        self._count = 0
+        self._accepted, self._tried = PRIOR
+        self._sent: float | None = None
+
+    def sent(self) -> None:
+        """Note that drafts have left: the target is at work."""
+        self._sent = monotonic()
+
+    def heard(self) -> None:
+        """Note that outcomes have come."""
+        if self._sent is not None:
+            seconds, self._sent = monotonic() - self._sent, None
+            # One long wait, for a prompt to be fed or a process to wake up, is not how long a verification takes.
+            before = seconds if self.verification is None else self.verification
+            self.verification = before + WEIGHT * (min(seconds, 4 * before) - before)
+
+    def left(self) -> float | None:
+        """Return the seconds until outcomes are due; None while nothing is known of them."""
+        if self.verification is None or self._sent is None:
+            return None
+        return self.verification - (monotonic() - self._sent)
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """Note a draft step."""
+        self._steps = MEMORY * self._steps + np.array([1.0, tokens, tokens**2, seconds, tokens * seconds])
+        self._count += 1
+
+    def step(self, tokens: np.ndarray | int) -> np.ndarray | None:
+        """Return the seconds of a step of so many tokens, by a straight line through what was measured; None while that is too little."""
+        if self._count < ENOUGH:
+            return None
+        n, x, xx, y, xy = self._steps
+        spread = n * xx - x * x
+        slope = max(0.0, (n * xy - x * y) / spread) if spread > 1e-9 else 0.0
+        # A line may dip below what a step can take; never below half of the mean.
+        return np.maximum((y - slope * x) / n + slope * np.asarray(tokens), 0.5 * y / n)
+
+    def verified(self, accepted: int, drafted: int) -> None:
+        """Note an outcome."""
+        self._accepted = MEMORY * self._accepted + accepted
+        self._tried = MEMORY * self._tried + min(accepted + 1, drafted)
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a draft token is accepted, given those before it were."""
+        return min(max(self._accepted / max(self._tried, 1e-9), 0.05), 0.99)
