@@ -78,6 +78,11 @@ class DraftRow:
         return [] if self.draft is not None else self.tokens[self.trunk.length :]
 
     @property
+    def lags(self) -> bool:
+        """Whether the last token that was sent is still to be fed: what may follow it is not known before."""
+        return self.draft is None or self.draft.fed <= len(self.sent)
+
+    @property
     def drafted(self) -> int:
         """Draft tokens that stand ready."""
         return 0 if self.draft is None else self.draft.drafted
@@ -323,14 +328,14 @@ class Drafter:
         self._lessons.clear()
         waiting = [row for row in self._active() if row.speculates]
         short = [row for row in waiting if len(row.pending) <= SHARED_CHUNK]
-        while behind := [row for row in short if row.draft is None or row.draft.fed <= len(row.sent)] if self.caches else []:
+        while behind := [row for row in short if row.active and row.lags] if self.caches else []:
             with recorded(self.spans, "draft", "build", self.round, _names(behind)):
                 self._feed(behind, SHARED_CHUNK, self._moot)
             yield
         yield from self._prompt(islice(self._prompts(), 1))
-        yield from self._waves([row for row in short if row.active])
+        yield from self._waves()
         yield from self._prompt(self._prompts())
-        yield from self._waves([row for row in self._active() if row.speculates and row.draft is not None and row.seen is None])
+        yield from self._waves()
 
     def _prompts(self) -> Iterator[DraftRow]:
         """Yield the row whose prompt is to be fed next, the first that came, until there is none."""
@@ -346,8 +351,9 @@ class Drafter:
                 self._feed([row], chunk, self._stopped)
             yield
 
-    def _waves(self, rows: Sequence[DraftRow]) -> Iterator[None]:
+    def _waves(self) -> Iterator[None]:
         """Grow a branch for each outcome that is planned, the likeliest first; for as long as there is time, for further ones too."""
+        rows = [row for row in self._active() if row.speculates and row.seen is None and not row.lags]
         if not rows or not self.caches:
             return
         K, anytime = self.setup.num_speculative_tokens, self.setup.building == "anytime"

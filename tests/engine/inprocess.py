@@ -81,7 +81,7 @@ class Pair:
         if patient:
             play = target.round
             target.round = lambda *rest: self.idle.wait(20) and play(*rest)
-        return Scheduler(target, self.peer if how is not None else None, self.spans)
+        return Scheduler(target, self.peer if how is not None else None, self.spans, "jit" if how is None else how.backup)
 
     def request(self, prompt, max_tokens, ends=frozenset(), **params) -> Request:
         """A request with further sampling parameters, settled."""
