@@ -212,7 +212,7 @@ class Engine:
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamChunk]:
         """Do what `stream` does as an async iterator; leaving it, or cancelling its task, ends the request."""
         self._worker.check()
-        self._jobs([prompt], params, lambda _: None)
+        self._streamed(prompt, params, lambda _: None)
         return self._astream(prompt, params)
 
     async def _astream(self, prompt: Prompt, params: SamplingParams | None) -> AsyncIterator[StreamChunk]:
@@ -266,7 +266,8 @@ class Engine:
                 self._worker.cancel(job)
 
     def _streamed(self, prompt: Prompt, params: SamplingParams | None, deliver: Callable[[Delivery], None]) -> Job:
-        jobs = self._jobs([prompt], params, deliver)
+        params = _params_of([prompt], params)[0]
+        jobs = self._listed([(prompt, params)], deliver)
         if len(jobs) > 1:
             raise ValueError(f"n={len(jobs)}: a stream is one output; ask for n=1, or use generate")
         jobs[0].streams = True
@@ -274,9 +275,12 @@ class Engine:
 
     def _jobs(self, prompts: Prompt | Sequence[Prompt], params: Params, deliver: Callable[[Delivery], None]) -> list[Job]:
         """Check prompts and parameters before anything is decoded; return the requests, n of each prompt."""
+        listed = _as_list(prompts)
+        return self._listed(list(zip(listed, _params_of(listed, params), strict=True)), deliver)
+
+    def _listed(self, asked: Sequence[tuple[Prompt, SamplingParams]], deliver: Callable[[Delivery], None]) -> list[Job]:
         self._worker.check()
-        listed, caller = _as_list(prompts), self._worker.caller()
-        asked = zip(listed, _params_of(listed, params), strict=True)
+        caller = self._worker.caller()
         return [
             Job(request, prompt if isinstance(prompt, str) else None, deliver)
             for place, (prompt, own) in enumerate(asked)

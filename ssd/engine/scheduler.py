@@ -165,8 +165,8 @@ class Scheduler:
             self.peer.take_back()
         for request in self.running.values():
             if self.peer.lost is None and request.request_id not in self.peer.known:
-                self.peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids), request.params, tuple(request.output)))
                 self.peer.known.add(request.request_id)
+                self.peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids), request.params, tuple(request.output)))
 
     def _leave(self, row: int) -> None:
         request = self.running.pop(row)

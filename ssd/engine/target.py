@@ -124,6 +124,8 @@ class Target:
         fed = {index: self._fed(index, proposal.tokens) for index, proposal in proposals.items()}
         judged = dict(proposals)
         if (beginner := self.feeding()) is not None:
+            # What another row holds already is taken over first: it may be all but the last token.
+            share_prefix(self._row(beginner), beginner, self.rows, self.model)
             whole = len(self._row(beginner).unfed) <= chunk
             fed[beginner] = self._prompt(beginner, chunk, whole)
             if whole:
@@ -155,7 +157,6 @@ class Target:
 
     def _prompt(self, index: int, chunk: int, whole: bool) -> Queries:
         row = self._row(index)
-        share_prefix(row, index, self.rows, self.model)
         return chain(row.trunk, row.unfed[:chunk], int(whole), self.model.device)
 
     def _judge(self, logits: Sequence[torch.Tensor], rows: Sequence[TargetRow], drafts: Sequence[Proposal]) -> list[Verdict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import TypeVar
 from sim.metrics import Metrics, Round
 from ssd.engine.scheduler import Request, Scheduler
 from ssd.specs import RequestOutput, StreamChunk
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -123,13 +126,15 @@ class Worker:
             with self._condition:
                 self._condition.wait_for(lambda: self._inbox or self._closed or self._busy)
                 if self._closed:
-                    break
+                    self.failed = self.failed or ValueError("the engine was closed before the request was done")
                 actions, self._inbox = self._inbox, deque()
             for action in actions:
                 action()
+            if self._closed:
+                break
             if self._busy:
                 self._turn()
-        self._fail(ValueError("the engine was closed before the request was done"))
+        self._fail(self.failed or ValueError("closed"))
 
     @property
     def _busy(self) -> bool:
@@ -145,7 +150,8 @@ class Worker:
                 self._gain(self._jobs[request], tokens)
         except BaseException as error:
             self.failed = error
-            self._fail(RuntimeError(f"decoding failed: {type(error).__name__}: {error}"), error)
+            logger.exception("decoding failed; the engine must be started again")
+            self._fail(_failure(error))
         self.busy_seconds += monotonic() - begin
         with self._condition:
             self._condition.notify_all()
@@ -171,7 +177,9 @@ class Worker:
 
     def _add(self, job: Job) -> None:
         self._adding -= 1
-        if self.scheduler is not None and not job.cancelled:
+        if self.failed is not None:
+            job.deliver((job, _failure(self.failed)))
+        elif self.scheduler is not None and not job.cancelled:
             self._jobs[job.request] = job
             self.scheduler.add(job.request)
 
@@ -187,15 +195,12 @@ class Worker:
             self._total = metrics if self._total is None else self._total.plus(metrics)
             self.rounds += job.request.rounds
 
-    def _fail(self, told: BaseException, cause: BaseException | None = None) -> None:
+    def _fail(self, told: BaseException) -> None:
         """Let everybody know that nothing more will come."""
-        told.__cause__ = cause
         for job in self._jobs.values():
             with suppress(Exception):
                 job.deliver((job, told))
         self._jobs.clear()
-        for action in self._inbox:
-            action()
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
@@ -207,6 +212,15 @@ class Worker:
 
     def _waiting(self) -> int:
         return self._adding + (len(self.scheduler.waiting) if self.scheduler is not None else 0)
+
+
+def _failure(error: BaseException) -> BaseException:
+    """Return what callers are told of an error that is not theirs."""
+    if isinstance(error, ValueError):
+        return error
+    told = RuntimeError(f"decoding failed: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
 
 
 def _output(job: Job) -> RequestOutput:

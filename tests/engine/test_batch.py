@@ -222,9 +222,10 @@ def test_a_draft_under_an_anytime_build_is_shorter_rather_than_late():
 # --- prompts that begin alike ---
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), min_size=2, max_size=6), st.integers(0, 1000))
-@several(15)
-def test_prompts_that_begin_alike_are_fed_once_and_the_tokens_stay_the_same(tails, seed):
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), min_size=2, max_size=6), st.integers(0, 1000), st.integers(1, 40))
+@several(25)
+def test_prompts_that_begin_alike_are_fed_once_and_the_tokens_stay_the_same(monkeypatch, tails, seed, chunk):
+    monkeypatch.setattr("ssd.engine.scheduler.SHARED_CHUNK", chunk)
     target = tiny_model("llama", seed)
     shared = [int(token) for token in np.random.default_rng(seed).integers(0, 200, 30)]
     prompts = [[*shared, *tail][:60] for tail in tails]

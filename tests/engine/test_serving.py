@@ -1,0 +1,285 @@
+"""Many callers of one engine: threads and tasks, streams that are left, rooms that are full, a draft that fails under load."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import ssd
+from ssd.specs import SamplingParams
+from tests import handmade
+from tests.engine.test_processes import alive, wait_for
+from tests.plans import CORES, hand_typed
+
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+
+PROMPTS = ["hello, world", "what", "another one, rather longer than the others, so that it is fed in pieces", "x"]
+PARAMS = [
+    SamplingParams(max_tokens=30, ignore_eos=True),
+    SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=3),
+    SamplingParams(max_tokens=35, ignore_eos=True, temperature=0.7, top_k=20, seed=4),
+    SamplingParams(max_tokens=25, ignore_eos=True, repetition_penalty=1.2),
+]
+ADAPTIVE = {"fan_out_hit": (), "fan_out_miss": (), "budget": 4, "building": "anytime"}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_pair):
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair, **ADAPTIVE), max_num_seqs=3, deadline=5.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(engine):
+    """What each request gets alone from the target alone."""
+    engine.configure(handmade.AR)
+    alone = [engine.generate(prompt, params)[0].token_ids for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    engine.configure(hand_typed(*[engine.plan.models.target, engine.plan.models.draft], **ADAPTIVE))
+    return alone
+
+
+def test_prompts_with_parameters_of_their_own_are_decoded_together_and_come_in_order(engine, expected):
+    outputs = engine.generate(PROMPTS, PARAMS)
+    assert [output.token_ids for output in outputs] == expected
+    assert [output.prompt for output in outputs] == PROMPTS
+    rounds = engine.timeline().rounds
+    assert {r.request for r in rounds} >= {output.request_id for output in outputs}
+    together = [s for s in rounds if any(o.request != s.request and o.start == s.start for o in rounds)]
+    assert together, "requests were decoded one after another"
+
+
+@pytest.mark.parametrize("params", [PARAMS[:2], [], "x", [*PARAMS[:3], 5], {"max_tokens": 3}])
+def test_parameters_that_do_not_fit_the_prompts_are_refused(engine, params):
+    with pytest.raises(ValueError, match=r"params"):
+        engine.generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize("option", ["max_num_seqs", "max_waiting"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_counts_that_are_none_are_refused(tiny_pair, option, value):
+    with pytest.raises(ValueError, match=f"{option}={value!r}: give a whole number of at least 1"):
+        ssd.Engine.from_plan(hand_typed(*tiny_pair), **{option: value})
+
+
+def test_threads_share_the_engine(engine, expected):
+    def one(place):
+        return engine.generate(PROMPTS[place % 4], PARAMS[place % 4])[0].token_ids
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(one, range(24)))
+    assert found == [expected[place % 4] for place in range(24)]
+
+
+def test_streams_beside_each_other_and_beside_generate(engine, expected):
+    streams = [engine.stream(prompt, params) for prompt, params in zip(PROMPTS[:2], PARAMS[:2], strict=True)]
+    tokens = [list(next(stream).token_ids) for stream in streams]
+    assert engine.generate(PROMPTS[2], PARAMS[2])[0].token_ids == expected[2]
+    for place, stream in enumerate(streams):
+        for chunk in stream:
+            tokens[place] += chunk.token_ids
+    assert list(map(tuple, tokens)) == expected[:2]
+
+
+def test_the_async_twins_give_the_same_and_let_the_loop_go_on(engine, expected):
+    async def main():
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.001)
+                ticks += 1
+
+        async def streamed(place):
+            return tuple([token async for chunk in engine.astream(PROMPTS[place], PARAMS[place]) for token in chunk.token_ids])
+
+        clock = asyncio.create_task(tick())
+        together = await engine.agenerate(PROMPTS, PARAMS)
+        streams = await asyncio.gather(*map(streamed, range(4)))
+        clock.cancel()
+        return [output.token_ids for output in together], streams, ticks
+
+    outputs, streams, ticks = asyncio.run(main())
+    assert outputs == expected
+    assert streams == expected
+    assert ticks > 10
+
+
+def test_astream_refuses_a_wrong_prompt_at_once(engine):
+    with pytest.raises(ValueError, match="prompt 0 is"):
+        engine.astream(5)
+
+
+def test_a_cancelled_task_and_a_left_stream_free_their_rows(engine, expected):
+    long = SamplingParams(max_tokens=10_000, ignore_eos=True)
+
+    async def main():
+        tasks = [asyncio.create_task(engine.agenerate(prompt, long)) for prompt in PROMPTS]
+        stream = engine.astream(PROMPTS[0], long)
+        await anext(stream)
+        for task in tasks:
+            task.cancel()
+        await stream.aclose()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert all(isinstance(found, asyncio.CancelledError) for found in asyncio.run(main()))
+    assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
+    assert wait_for(lambda: not engine._worker.scheduler.busy)
+
+
+def test_a_configuration_is_refused_while_requests_are_on_their_way(engine):
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=10_000, ignore_eos=True))
+    next(stream)
+    with pytest.raises(ValueError, match="1 requests are being decoded and 0 wait"):
+        engine.configure(engine.plan)
+    stream.close()
+    engine.configure(engine.plan)
+
+
+def test_who_asks_for_little_does_not_wait_for_who_asks_for_much(engine):
+    order: list[str] = []
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def ask(name, prompts):
+        for output in engine.generate(prompts, params):
+            order.append((name, output.metrics.total_seconds))
+
+    much = threading.Thread(target=ask, args=("much", ["again"] * 60))
+    much.start()
+    wait_for(lambda: len(engine._worker.scheduler.waiting) > 40)
+    engine.generate("hello", params)
+    assert much.is_alive(), "the one request waited for all the others"
+    much.join()
+
+
+def test_a_full_room_makes_who_asks_wait_and_loses_nobody(tiny_pair):
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair), max_num_seqs=2, max_waiting=3) as engine:
+        most = 0
+        step = engine._worker.scheduler.step
+
+        def watched():
+            nonlocal most
+            most = max(most, len(engine._worker.scheduler.waiting))
+            return step()
+
+        engine._worker.scheduler.step = watched
+        assert len(engine.generate(["a"] * 20, params)) == 20
+
+        async def main():
+            return await asyncio.gather(*(engine.agenerate("a", params) for _ in range(20)))
+
+        assert len(asyncio.run(main())) == 20
+    assert most <= 3
+
+
+def test_closing_ends_requests_with_an_error(tiny_pair):
+    engine = ssd.Engine.from_plan(hand_typed(*tiny_pair))
+    stream = engine.stream("x", SamplingParams(max_tokens=10_000, ignore_eos=True))
+    next(stream)
+    pid = engine.peer.process.pid
+    engine.close()
+    with pytest.raises(ValueError, match="closed"):
+        list(stream)
+    with pytest.raises(ValueError, match="closed"):
+        engine.generate("x")
+    assert not alive(pid)
+
+
+def test_an_engine_that_is_dropped_ends_its_draft(tiny_pair):
+    engine = ssd.Engine.from_plan(hand_typed(*tiny_pair))
+    engine.generate("x", SamplingParams(max_tokens=3))
+    pid = engine.peer.process.pid
+    del engine
+    gc.collect()
+    assert wait_for(lambda: not alive(pid))
+
+
+def test_an_error_while_decoding_reaches_every_caller_and_the_next_is_told(tiny_pair):
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair), max_num_seqs=2) as engine:
+        engine._worker.scheduler.target.round = lambda *_: 1 / 0
+        with pytest.raises(RuntimeError, match="decoding failed: ZeroDivisionError"):
+            engine.generate(["a", "b"])
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            engine.generate("c")
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            engine.timeline()
+
+
+# --- a draft that fails under load ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_a_draft_lost_under_load_loses_no_request_and_comes_back(tiny_pair, expected, number):
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair, **ADAPTIVE), max_num_seqs=4, deadline=0.5) as engine:
+        with ThreadPoolExecutor(4) as pool:
+            for blow in range(1):
+                pid = engine.peer.process.pid
+                asked = [pool.submit(engine.generate, PROMPTS[i % 4], PARAMS[i % 4]) for i in range(12)]
+                time.sleep(0.1)
+                os.kill(pid, number)
+                assert [one.result()[0].token_ids for one in asked] == [expected[i % 4] for i in range(12)]
+                # A stopped draft that nobody waits for is noticed with the next request.
+                assert wait_for(lambda blow=blow: engine.generate("x", PARAMS[0]) and engine.health().restarts == blow + 1, 60)
+                assert not alive(pid)
+                assert engine.health().draft == "ok"
+        before = engine.metrics().num_cache_hits
+        engine.generate(PROMPTS, PARAMS)
+        assert engine.metrics().num_cache_hits > before, "the draft that came back drafts nothing"
+
+
+def test_without_restart_a_lost_draft_stays_lost_and_decoding_goes_on(tiny_pair, expected):
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair), max_num_seqs=4, restart=False) as engine:
+        os.kill(engine.peer.process.pid, signal.SIGKILL)
+        assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
+        assert engine.health().draft == "lost"
+        assert engine.health().reason
+
+
+def test_a_draft_that_lies_is_lost_and_the_requests_are_right(tiny_pair, expected):
+    from dataclasses import replace
+
+    from ssd.engine.link import Drafts
+
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair), max_num_seqs=4, restart=False) as engine:
+        receive, count = engine.peer.link.receive, iter(range(10_000))
+
+        def lying(deadline=None):
+            message = receive(deadline)
+            return replace(message, drafts=message.drafts[::-1]) if isinstance(message, Drafts) and next(count) > 3 else message
+
+        engine.peer.link.receive = lying
+        assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
+        assert "malformed or out of turn" in engine.health().reason
+
+
+def test_hundreds_of_requests_leave_nothing_behind(engine):
+    def held():
+        gc.collect()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            sum(len(row.tokens) for row in engine._worker.scheduler.target.rows if row),
+        )
+
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    engine.generate(["a"] * 10, params)
+    files, threads, _ = held()
+    for _ in range(5):
+        engine.generate(["a b", "c"] * 20, params)
+        stream = engine.stream("d", SamplingParams(max_tokens=1000, ignore_eos=True))
+        next(stream)
+        stream.close()
+    assert wait_for(lambda: not engine._worker.scheduler.busy)
+    after = held()
+    assert after[0] <= files
+    assert after[1] <= threads
+    assert not engine._worker._jobs
+    assert not engine.peer.known
