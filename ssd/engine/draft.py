@@ -110,6 +110,11 @@ class DraftRow:
         self.waves, self.sent, self.seen = [], (), None
         self.trunk.release_all_but(self.draft.slots[0] if self.draft is not None else np.empty(0, dtype=np.int64))
 
+    def forget_draft(self) -> None:
+        """Drop the draft, as if its outcome had not been in the cache."""
+        self.draft = None
+        self.trunk.release_all_but(np.empty(0, dtype=np.int64))
+
     def plant(self, accepted: np.ndarray, ranks: np.ndarray, steps: int) -> Branches:
         """Give each chosen candidate a branch of `steps` places, rooted after the accepted tokens and seeing only them."""
         draft, seen = self.draft, self.seen
@@ -278,6 +283,9 @@ class Drafter:
         """Draft now what is missing: of branches that are short, and for misses where the backup is `jit`, all of these in one forward a
         step; hits that are complete cost nothing. Where drafts may be of any length, only as long as it speeds the round up."""
         drafting = [row for row in rows if row.speculates and (row.hit or self.setup.backup == "jit")]
+        if self.setup.redraft_all and not all(row.hit for row in rows):
+            for row in drafting:
+                row.forget_draft()
         for row in drafting:
             row.backup = not row.hit
         while short := [row for row in drafting if row.drafted < self.setup.num_speculative_tokens]:

@@ -63,6 +63,8 @@ class Setup:
     budget: int = 0
     building: str = "fixed"
     calibration: tuple[tuple[str, Calibration], ...] = ()
+    # As the paper's code does it, for comparison: one row that misses has the whole batch drafted anew, hits included.
+    redraft_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
