@@ -253,8 +253,8 @@ def test_a_failure_that_is_not_the_users_is_one_line_and_exit_code_1(saved, caps
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 def test_ctrl_c_is_quiet_and_leaves_no_process(saved, monkeypatch):
-    program = "import sys, ssd.cli, ssd.engine.scheduler as s, time; r = s.Scheduler._round; " + (
-        "s.Scheduler._round = lambda *a: (time.sleep(.3), r(*a))[1]; ssd.cli.main()"
+    program = "import sys, ssd.cli, ssd.engine.scheduler as s, time; r = s.Scheduler.step; " + (
+        "s.Scheduler.step = lambda *a: (time.sleep(.3), r(*a))[1]; ssd.cli.main()"
     )
     words = [sys.executable, "-c", program, "generate", "hello", "--plan", saved, "--output-tokens", "80"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)

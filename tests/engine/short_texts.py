@@ -26,14 +26,18 @@ Law = dict[tuple[int, ...], float]
 
 
 def ways() -> dict[str, Configuration]:
-    """Every mode, backup and way to verify and rank."""
+    """Every mode, backup and way to choose outcomes, to build, to verify and to rank."""
     ones = (1, 1, 1)
     base = {"mode": "ssd", "num_speculative_tokens": 2, "fan_out_hit": ones, "fan_out_miss": ones, "placement": handmade.SSD.placement}
+    adaptive = {**base, "fan_out_hit": (), "fan_out_miss": (), "budget": 3}
     return {
         "AR": handmade.AR,
         "SD": handmade.sd(2),
         "SSD, `jit`": Configuration(**base),
         "SSD, `none`": Configuration(**base, backup="none"),
+        "SSD, `ngram`": Configuration(**base, backup="ngram"),
+        "SSD, `none`, B = 3": Configuration(**adaptive, backup="none"),
+        "SSD, `ngram`, B = 3, anytime": Configuration(**adaptive, backup="ngram", building="anytime"),
         "SSD, `none`, ranked by q": Configuration(**base, backup="none", ranking="probability"),
         "SSD, `none`, C = .3": Configuration(**base, backup="none", ranking="probability", saguaro=0.3),
         "SSD, `none`, coupled": Configuration(**base, backup="none", verification="coupled"),
@@ -84,7 +88,7 @@ def main() -> None:
         law = exact_law(AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32))
         print("| mode | texts | hit rate | acceptance | p |\n|---|---|---|---|---|")
         for name, configuration in ways().items():
-            with ssd.Engine.from_plan(hand_typed(*paths)) as engine:
+            with ssd.Engine.from_plan(hand_typed(*paths), max_num_seqs=4) as engine:
                 outputs = drawn(engine, configuration, 1000)
                 done = engine.metrics()
             rates = [f"{rate:.2f}" if rate is not None else "" for rate in (done.cache_hit_rate, done.draft_acceptance_rate)]

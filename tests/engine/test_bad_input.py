@@ -31,7 +31,12 @@ def _nothing_is_loaded(monkeypatch, request):
         ({"placement": Placement(target=("cpu:777",), draft=CORES[1:])}, r"device 'cpu:777', but hardware 'two cores' has"),
         ({"mode": "ar"}, r"mode='ar' drafts nothing"),
         ({"mode": "sd"}, r"mode='sd' has no cache"),
-        ({"backup": "ngram"}, r"backup"),
+        ({"mode": "sd", "fan_out_hit": (), "fan_out_miss": (), "budget": 2}, r"mode='sd' has no cache"),
+        ({"mode": "sd", "fan_out_hit": (), "fan_out_miss": (), "building": "anytime"}, r"mode='sd' has no cache"),
+        ({"backup": "guess"}, r"backup"),
+        ({"budget": 4}, r"budget=4 chooses the outcomes anew each round: leave fan_out_hit and fan_out_miss out"),
+        ({"budget": -1}, r"budget"),
+        ({"building": "slow"}, r"building"),
         ({"verification": "argmax"}, r"verification"),
         ({"saguaro": (0.5,)}, r"saguaro=\(0.5,\) has 1 factors: give one, or 3"),
         ({"saguaro": 1.5}, r"saguaro"),
@@ -189,6 +194,13 @@ def test_a_prompt_that_cannot_be_decoded_is_refused_before_any_other_is(engine, 
 def test_an_engine_without_a_draft_refuses_to_speculate(engine, tiny_pair):
     with pytest.raises(ValueError, match=r"started in mode 'ar', without a draft"):
         engine.configure(hand_typed(*tiny_pair))
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_waiting"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_a_number_of_requests_that_is_no_count_is_refused(tiny_pair, name, value):
+    with pytest.raises(ValueError, match=rf"{name}={value!r}: give a whole number of at least 1"):
+        ssd.Engine.from_plan(hand_typed(*tiny_pair), **{name: value})
 
 
 def test_a_deadline_of_nothing_is_refused(tiny_pair):

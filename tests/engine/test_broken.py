@@ -21,8 +21,8 @@ from transformers import AutoConfig
 import ssd
 from ssd.engine.forward import Queries, SlotModel
 from ssd.engine.kv import Slots
-from ssd.engine.link import Draft, Link, LinkError
-from ssd.engine.scheduler import DraftPeer
+from ssd.engine.link import Draft, Drafts, Link, LinkError, Outcome, Outcomes, Ready
+from ssd.engine.peer import DraftPeer
 from ssd.specs import Models, Placement, SamplingParams
 from tests.engine.inprocess import differs, loaded, noisy, pair, recorded, reference, setup, tiny_model
 from tests.plans import CORES, hand_typed, two_cores
@@ -67,10 +67,18 @@ def test_token_ids_may_be_of_any_whole_number_type(engine, tokens):
     assert engine.generate([tokens], SHORT)[0].token_ids == output.token_ids == engine.generate([1, 2, 3], SHORT)[0].token_ids
 
 
-@pytest.mark.parametrize("params", [{"max_tokens": 3}, [SHORT], 5])
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [SHORT, 5], [], "x", 5])
 def test_parameters_of_another_type_are_refused(engine, params):
     with pytest.raises(ValueError, match="is no SamplingParams"):
-        engine.generate("x", params)
+        engine.generate(["x", "y"], params)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parameters_are_for_all_prompts_or_one_for_each(engine, count):
+    with pytest.raises(ValueError, match=f"params has {count} entries for 2 prompts"):
+        engine.generate(["x", "y"], [SHORT] * count)
+    longer = SHORT.model_copy(update={"max_tokens": 6})
+    assert [len(output.token_ids) for output in engine.generate(["x", "y"], [SHORT, longer])] == [4, 6]
 
 
 def test_a_configuration_of_another_type_or_of_other_models_is_refused(engine, tiny_pair):
@@ -268,31 +276,62 @@ def test_after_a_hit_the_list_for_hits_is_used_and_after_a_miss_the_other():
     assert all(before.hit or after.hit for before, after in pairwise(narrow))
 
 
-def test_a_draft_left_by_a_cancelled_request_is_passed_over():
+def test_drafts_left_by_a_cancelled_request_are_passed_over():
+    """Whether they come before the answer to another setup or in their turn: nobody else gets them, and the draft is not lost."""
     ours, theirs = Pipe()
-    peer = DraftPeer(None, Link(ours), 5.0, 10)
-    peer.lookahead = 1
-    for message in (Draft("old", 0, (7,), None, False), Draft("new", 0, (8,), None, False)):
-        Link(theirs).send(message)
-    assert peer.draft("new", 0).tokens == (8,)
+    peer, far = DraftPeer(None, Link(ours), 5.0, 10), Link(theirs)
+    peer._setup = setup(1)
+    peer.report(Outcomes(1, (Outcome("old", 0, 7),)))
+    for message in (Drafts(1, (Draft("old", (7,)),)), Ready(), Drafts(2, (Draft("new", (8,)),)), Drafts(3, (Draft("new", (9,)),))):
+        far.send(message)
+    assert peer.configure(setup(1))
+    assert peer.drafts() == {}
+    for number, token in ((2, 8), (3, 9)):
+        peer.report(Outcomes(number, (Outcome("new", 0, 1),)))
+        assert peer.drafts() == {"new": Draft("new", (token,))}
+        assert peer.drafts() == {}
     assert peer.lost is None
+
+
+def test_a_request_cancelled_while_its_draft_is_due_leaves_nothing_to_the_next():
+    target = tiny_model("llama", 15)
+    with pair(target, noisy(target, 0.1, 2), 96) as both:
+        scheduler = both.scheduler(setup(3, (1, 1, 1, 1)))
+        for rounds in range(6):
+            old, new = both.request([1, 2, 3], 30), both.request([9, 9], 20)
+            scheduler.add(old)
+            while len(old.rounds) < rounds:
+                scheduler.step()
+            assert scheduler.cancel(old)
+            assert not scheduler.cancel(old)
+            scheduler.add(new)
+            while scheduler.busy:
+                scheduler.step()
+            assert differs(target, [9, 9], new.output, reference(target, [9, 9], 20)) is None
+        assert both.peer.lost is None
+        assert both.peer.known == set()
 
 
 def test_rows_of_unequal_width_do_not_see_each_other_or_their_padding():
     model = loaded(tiny_model("qwen2", 43))
 
-    def forward(*rows):
-        queries = [
-            Queries(
+    def forward(rows, count=3):
+        queries = {
+            index: Queries(
                 torch.tensor(row), np.arange(len(row)), np.arange(1, len(row) + 1), np.tri(len(row), 9, 1, dtype=bool) & (np.arange(9) > 0)
             )
-            for row in rows
-        ]
-        return SlotModel(model, len(rows), 9).forward(queries)
+            for index, row in rows.items()
+        }
+        return SlotModel(model, count, 9).forward(queries)
 
-    both = forward([5, 6, 7], [8])
-    assert torch.allclose(both[0], forward([5, 6, 7])[0], atol=1e-4)
-    assert torch.allclose(both[1, -1], forward([8])[0, -1], atol=1e-4)
+    alone = [forward({0: row}, 1)[0] for row in ([5, 6, 7], [8], [9, 10])]
+    # Rows side by side, apart with an idle one between them, and in any order.
+    for rows in ((0, 1), (0, 2), (2, 0), (1, 2, 0), (1,), (2, 1)):
+        found = forward({index: [[5, 6, 7], [8], [9, 10]][index] for index in rows})
+        assert set(found) == set(rows)
+        for index in rows:
+            assert found[index].shape == alone[index].shape
+            assert torch.allclose(found[index], alone[index], atol=1e-4)
 
 
 def test_the_waste_slot_is_never_given_out():

@@ -24,7 +24,7 @@ def situations(draw):
         "K": K,
         "hit": draw(fan_outs(K)),
         "miss": draw(fan_outs(K)),
-        "backup": draw(st.sampled_from(["jit", "none"])),
+        "backup": draw(st.sampled_from(["jit", "ngram", "none"])),
         "noise": draw(st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0])),
         "seed": draw(st.integers(0, 10_000)),
         "prompt": draw(st.lists(st.integers(0, 255), min_size=1, max_size=20)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -12,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.engine.link import Draft, Link
+from ssd.engine.link import Draft, Drafts, Link, Outcome, Outcomes
 from ssd.engine.packed import Laws
-from ssd.engine.scheduler import DraftPeer
+from ssd.engine.peer import DraftPeer
 from tests.engine.inprocess import noisy, pair, setup, tiny_model
 
 WIDTH = 8
@@ -58,32 +59,54 @@ MALFORMED = {
 }
 
 
-def peer_that_sends(message: Draft) -> DraftPeer:
+def peer_that_sends(*drafts: Draft, after: int = 1) -> DraftPeer:
+    """A peer with drafts of two tokens due for request r after round 1."""
     ours, theirs = Pipe()
     peer = DraftPeer(SimpleNamespace(kill=lambda: None, wait=lambda: None), Link(ours), 5.0, 10)
-    peer.lookahead = 2
-    Link(theirs).send(message)
+    peer._setup = setup(2)
+    peer.report(Outcomes(1, (Outcome("r", 0, 0),)))
+    Link(theirs).send(Drafts(after, drafts))
     return peer
+
+
+@pytest.mark.parametrize("laws", [None, DENSE, laws_of([2, 2])[0]])
+def test_a_law_and_its_tokens_are_taken_as_they_came(laws):
+    peer = peer_that_sends(Draft("r", (0, 1), True, False, laws))
+    draft = peer.drafts()["r"]
+    assert draft.tokens == (0, 1)
+    assert (draft.laws is None) is (laws is None)
+    assert laws is None or torch.equal(draft.laws.dense(10), laws.dense(10))
+    assert peer.lost is None
 
 
 @pytest.mark.parametrize("what", MALFORMED)
 def test_what_is_no_law_loses_the_draft_and_not_the_request(what):
-    peer = peer_that_sends(Draft("r", 1, (0, 0), True, False, MALFORMED[what]))
-    assert peer.draft("r", 1).tokens == ()
+    peer = peer_that_sends(Draft("r", (0, 0), True, False, MALFORMED[what]))
+    assert peer.drafts() == {}
     assert "came malformed" in peer.lost
 
 
 @pytest.mark.parametrize("tokens", [(10, 1), (1, -1), (1, 2, 3), (1.0, 2)])
 def test_tokens_that_the_target_cannot_verify_lose_the_draft(tokens):
-    peer = peer_that_sends(Draft("r", 1, tokens, True, False))
-    assert peer.draft("r", 1).tokens == ()
+    peer = peer_that_sends(Draft("r", tokens, True, False))
+    assert peer.drafts() == {}
     assert "malformed" in peer.lost
 
 
 def test_a_draft_that_its_law_forbids_loses_the_draft():
-    peer = peer_that_sends(Draft("r", 1, (0, 5), True, False, SPARSE))
-    assert peer.draft("r", 1).tokens == ()
+    peer = peer_that_sends(Draft("r", (0, 5), True, False, SPARSE))
+    assert peer.drafts() == {}
     assert peer.lost
+
+
+@pytest.mark.parametrize(
+    ("drafts", "after"),
+    [([Draft("r")], 2), ([Draft("other")], 1), ([], 1), ([Draft("r"), Draft("r")], 1), ([7], 1), ([Draft("r", None)], 1)],
+)
+def test_drafts_of_another_round_or_for_other_requests_lose_the_draft(drafts, after):
+    peer = peer_that_sends(*drafts, after=after)
+    assert peer.drafts() == {}
+    assert "malformed or out of turn" in peer.lost
 
 
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
@@ -103,13 +126,13 @@ def test_a_draft_that_may_say_nothing_that_the_request_allows_changes_no_law(ver
         assert drafted.output == alone
 
 
-def test_a_draft_lost_under_rejection_costs_no_request(monkeypatch):
+def test_a_draft_lost_under_rejection_costs_no_request():
     target = tiny_model("llama", 18)
     with pair(target, noisy(target, 0.1, 1), 96) as both:
-        receive = both.peer.draft
-        both.peer.draft = lambda request, index: (
-            both.peer.lose("unplugged") or receive(request, index) if index > 3 else receive(request, index)
-        )
+        receive, number = both.peer.drafts, count(1)
+        both.peer.drafts = lambda: both.peer.lose("unplugged") or receive() if next(number) > 3 else receive()
         request = both.decode(setup(2, (1, 1, 1)), [1, 2], 30, temperature=1.0, seed=1, verification="rejection")
     assert len(request.output) == 30
+    assert {r.drafted for r in request.rounds[:2]} == {2}
+    assert {r.drafted for r in request.rounds[2:]} == {0}
     assert both.peer.lost == "unplugged"

@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import ssd
+from ssd.engine.engine import Health
 from ssd.specs import Configuration, Placement, SamplingParams
 from tests.engine.inprocess import reference
 from tests.plans import CORES, hand_typed, heed_interrupts
@@ -72,8 +73,10 @@ def test_all_modes_and_placements_of_one_engine_give_the_same_tokens(plan_for, e
         assert engine.health().draft == "ok"
 
 
-def test_a_killed_draft_loses_no_request(plan_for, expected):
-    with ssd.Engine.from_plan(plan_for()) as engine:
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_killed_draft_loses_no_request(plan_for, expected, restart):
+    with ssd.Engine.from_plan(plan_for(), restart=restart) as engine:
+        assert engine.health() == Health("ok")
         chunks = engine.stream(PROMPT, PARAMS)
         tokens = [*next(chunks).token_ids, *next(chunks).token_ids]
         os.kill(engine.peer.process.pid, signal.SIGKILL)
@@ -81,14 +84,23 @@ def test_a_killed_draft_loses_no_request(plan_for, expected):
             tokens += chunk.token_ids
         assert tokens == expected
         assert chunk.output.token_ids == tuple(expected)
-        assert engine.health().draft == "lost"
-        assert engine.health().reason
+        if not restart:
+            assert engine.health().draft == "lost"
+            assert engine.health().reason
         assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
         assert engine.timeline().spans
+        if restart:
+            assert wait_for(lambda: list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected and engine.health().draft == "ok", 60)
+            assert engine.health() == Health("ok", None, 1)
+            output = engine.generate(PROMPT, PARAMS)[0]
+            assert list(output.token_ids) == expected
+            assert output.metrics.num_draft_tokens > 0
+        else:
+            assert engine.health().draft == "lost"
 
 
 def test_a_stopped_draft_costs_one_deadline_and_no_request(plan_for, expected):
-    with ssd.Engine.from_plan(plan_for(), deadline=1.0) as engine:
+    with ssd.Engine.from_plan(plan_for(), deadline=1.0, restart=False) as engine:
         pid = engine.peer.process.pid
         os.kill(pid, signal.SIGSTOP)
         begin = time.monotonic()
@@ -99,20 +111,21 @@ def test_a_stopped_draft_costs_one_deadline_and_no_request(plan_for, expected):
 
 
 def test_a_lying_draft_is_lost_and_the_request_is_right(plan_for, expected, monkeypatch):
-    from ssd.engine.link import Draft, Link
+    from ssd.engine.link import Draft, Drafts, Link
 
     honest = Link.receive
 
     def lying(self, deadline=None):
         message = honest(self, deadline)
-        return (
-            Draft(message.request, message.round + 7, ("x",), None, False) if isinstance(message, Draft) and message.round == 3 else message
-        )
+        if not isinstance(message, Drafts) or message.round != 3:
+            return message
+        return Drafts(message.round + 7, tuple(Draft(draft.request, ("x",)) for draft in message.drafts))
 
     monkeypatch.setattr(Link, "receive", lying)
-    with ssd.Engine.from_plan(plan_for()) as engine:
+    with ssd.Engine.from_plan(plan_for(), restart=False) as engine:
         assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
         assert engine.health().draft == "lost"
+        assert "malformed or out of turn" in engine.health().reason
 
 
 def test_closing_leaves_no_process(plan_for):
@@ -208,11 +221,31 @@ def test_a_stream_is_the_output_in_pieces_and_never_half_a_character(plan_for):
         assert not any(chunk.text.endswith("\ufffd") for chunk in chunks[:-1])
 
 
-def test_one_request_at_a_time_and_a_closed_stream_frees_the_engine(plan_for, expected):
-    with ssd.Engine.from_plan(plan_for()) as engine:
+def slowed(engine):
+    """Let every round of the engine take a while."""
+    target = engine._worker.scheduler.target
+    play = target.round
+    target.round = lambda *rest: (time.sleep(0.05), play(*rest))[1]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_request_beside_an_open_stream_is_decoded_too_and_a_closed_stream_frees_the_engine(plan_for, expected, rows):
+    plan = plan_for()
+    with ssd.Engine.from_plan(plan, max_num_seqs=rows) as engine:
+        slowed(engine)
+        chunks = engine.stream(PROMPT, PARAMS)
+        tokens = list(next(chunks).token_ids)
+        with pytest.raises(ValueError, match="1 requests are being decoded and 0 wait: let them finish"):
+            engine.configure(plan)
+        assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
+        for chunk in chunks:
+            tokens += chunk.token_ids
+        assert tokens == expected
+        engine.configure(plan)
+        slowed(engine)
         chunks = engine.stream(PROMPT, PARAMS)
         next(chunks)
-        with pytest.raises(ValueError, match="still being streamed"):
-            engine.generate(PROMPT)
         chunks.close()
+        engine.configure(plan)
         assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
+        assert engine.health() == Health("ok")

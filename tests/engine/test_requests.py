@@ -26,7 +26,8 @@ from tests.tiny import tokenizer
 PROMPT = "hello, world"
 SD = handmade.sd()
 SSD = handmade.SSD.model_copy(update={"fan_out_hit": (2, 2, 2, 2), "fan_out_miss": (2, 2, 2, 2)})
-MODES = [handmade.AR, SD, SSD, SSD.model_copy(update={"backup": "none"})]
+ADAPTIVE = SSD.model_copy(update={"fan_out_hit": (), "fan_out_miss": (), "budget": 4, "building": "anytime", "backup": "ngram"})
+MODES = [handmade.AR, SD, SSD, SSD.model_copy(update={"backup": "none"}), ADAPTIVE]
 
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
@@ -37,7 +38,7 @@ def drawn(**changes) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def engine(tiny_pair):
-    with ssd.Engine.from_plan(hand_typed(*tiny_pair)) as running:
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair), max_num_seqs=3) as running:
         yield running
 
 

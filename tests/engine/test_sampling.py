@@ -83,7 +83,7 @@ def test_a_seed_under_coupling_gives_the_tokens_of_ar_in_every_mode_whatever_is_
     seen: Counter = Counter()
 
     @several(100)
-    @given(situations(), st.sampled_from(["jit", "none"]))
+    @given(situations(), st.sampled_from(["jit", "ngram", "none"]))
     def law(case, backup):
         target = tiny_model("llama", case["model"])
         asked = {**case["params"], "verification": "coupled"}

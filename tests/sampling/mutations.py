@@ -20,6 +20,7 @@ LOOKS = "tests/sampling/test_enumeration.py::test_a_cache_that_looks_at_all_draw
 NOISE = "tests/sampling/test_noise.py"
 ALONE = "tests/sampling/test_verification.py::test_a_row_is_verified_as_if_it_were_alone"
 SAME = "tests/engine/test_sampling.py::test_a_draft_that_is_the_target_is_accepted_whole_whatever_the_request_asks"
+BATCH = "tests/engine/test_batch.py::test_every_request_of_a_batch_gets_the_tokens_that_it_gets_alone"
 JIT = "tests/engine/test_sampling.py::test_rejection_with_the_draft_as_backup_gives_the_tokens_of_sd_whatever_is_cached"
 
 
@@ -177,8 +178,8 @@ MUTATIONS = [
     Mutation(
         "a branch's noise knows the text before the branch, not its own tokens",
         "ssd/engine/draft.py",
-        "return Roots(chosen.bonus, extend(before, chosen.bonus), ids)",
-        "return Roots(chosen.bonus, before, ids)",
+        "Roots(bonus, extend(torch.cat(draft.prefixes)[after], bonus), ids)",
+        "Roots(bonus, torch.cat(draft.prefixes)[after], ids)",
         JIT,
     ),
     Mutation(
@@ -187,6 +188,20 @@ MUTATIONS = [
         "self.prefix = prefix_hash(tokens, self.prefix)",
         "self.prefix = prefix_hash(tokens[:-1], self.prefix)",
         JIT,
+    ),
+    Mutation(
+        "all rows of a batch draw with the seed of the first",
+        TARGET,
+        "seeds = np.array([row.params.seed or 0 for row in rows])[:, None]",
+        "seeds = np.array([rows[0].params.seed or 0 for row in rows])[:, None]",
+        BATCH,
+    ),
+    Mutation(
+        "a row that joins as another leaves is judged by the other's parameters",
+        TARGET,
+        " or any(one is not other for one, other in zip(known, rows, strict=True))",
+        "",
+        BATCH,
     ),
 ]
 

@@ -1,7 +1,7 @@
 """Two rounds of the engine's own draft and target code over tables of laws, played for all that the noise can be.
 
 The models are tables and the noise is enumerated, cell by cell; what lies between is what the engine runs: Proposer, Branches,
-choose_outcomes, Laws, Target._judge and with it all of ssd.sampling. Every path through the noise is a row of one batch: where a row asks
+candidates, Laws, Target._judge and with it all of ssd.sampling. Every path through the noise is a row of one batch: where a row asks
 for noise that is not settled yet, it is split into one row for each cell, until no row asks.
 """
 
@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from ssd.engine.cache import Branches, Roots, choose_outcomes
+from ssd.engine.cache import Branches, Roots, candidates
+from ssd.engine.kv import Trunk
 from ssd.engine.link import Setup, Start
 from ssd.engine.packed import Laws
 from ssd.engine.proposer import Proposer
@@ -229,10 +230,11 @@ class Play:
             return found
         self.noise.rows = [paths[i] for i in chosen]
         prefixes = torch.tensor([prefix_hash(texts[i]) for i in chosen])
-        roots = Roots(torch.tensor([texts[i][-1] for i in chosen]), prefixes)
+        bonus = np.array([texts[i][-1] for i in chosen])
+        roots = Roots(torch.from_numpy(bonus), prefixes)
         positions = np.array([len(texts[i]) - 1 for i in chosen])
         none = np.zeros((len(chosen), 1), int)
-        branches = Branches(self.proposer, roots, none[:, 0], positions, none, none.astype(bool))
+        branches = Branches(self.proposer, roots, none[:, 0], bonus, positions, none, none.astype(bool))
         growing = [texts[i] for i in chosen]
         for _ in range(self.world.K + 1):
             branches.grow(_logits(self.world.q, growing))
@@ -259,25 +261,25 @@ class Play:
     def _choose(self, path: Path, proposal: Proposal, branches: Branches) -> set[tuple[int, int]]:
         self.noise.rows = [path]
         if self.world.rule is None:
-            chosen = choose_outcomes(branches, self.world.K, (self.world.fan_out,) * (self.world.K + 1), ())
-            return set(zip(chosen.accepted.tolist(), chosen.bonus.tolist(), strict=True))
+            found = candidates(branches, self.world.K, (), self.world.fan_out)
+            listed = np.nonzero(found.listed((self.world.fan_out,) * (self.world.K + 1)))
+            return {(int(k), int(found.bonus[k, r])) for k, r in zip(*listed, strict=True)}
         prefixes = torch.cat(branches.prefixes[: self.world.K + 1])
         length = torch.cat([branches.length(k) for k in range(self.world.K + 1)])
         keys = noise_key(torch.tensor([SEED]), Purpose.TARGET, length, prefixes)
         return self.world.rule(proposal.tokens, self.noise.gumbel(keys, self.world.vocab_size).numpy())
 
     def _judge(self, paths: Sequence[Path], texts: Sequence[Tokens], proposals: Sequence[Proposal]) -> list[tuple[int, Tokens]]:
-        """Verify with the target's own code; its logits stand at the end of a row, as they come from a forward."""
+        """Verify with the target's own code; each row's logits are as many as it wants, as they come from a forward."""
         self.noise.rows = list(paths)
         target = Target.__new__(Target)
         target.model, target._stacked = SimpleNamespace(device=torch.device("cpu")), ((), None)
-        empty = np.zeros(1, bool)
-        rows = [TargetRow(self.target_params, (), empty, None, len(PROMPT), list(text), prefix_hash(text)) for text in texts]
-        width = 1 + max(len(proposal.tokens) for proposal in proposals)
-        logits = torch.zeros(len(paths), width, self.world.vocab_size)
-        for row, (text, proposal) in enumerate(zip(texts, proposals, strict=True)):
-            own = _logits(self.world.p, [text + proposal.tokens[:k] for k in range(len(proposal.tokens) + 1)])
-            logits[row, width - len(own) :] = own
+        trunk = Trunk(1)
+        rows = [TargetRow(self.target_params, (), trunk, len(PROMPT), list(text), prefix_hash(text)) for text in texts]
+        logits = [
+            _logits(self.world.p, [text + proposal.tokens[:k] for k in range(len(proposal.tokens) + 1)])
+            for text, proposal in zip(texts, proposals, strict=True)
+        ]
         verdicts = target._judge(logits, rows, proposals)
         return [(v.accepted, (*proposal.tokens[: v.accepted], v.bonus)) for v, proposal in zip(verdicts, proposals, strict=True)]
 

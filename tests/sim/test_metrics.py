@@ -1,6 +1,9 @@
 import json
+from functools import reduce
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sim.metrics import Metrics, Round
 
@@ -49,6 +52,35 @@ def test_time_per_token_leaves_out_the_first_token_of_each_request():
     assert m.time_per_output_token == 1
     alone = Metrics.from_rounds([], num_output_tokens=1, total_seconds=3.0, time_to_first_token=3.0)
     assert alone.time_per_output_token is None
+
+
+counts = st.integers(0, 4).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
+several_rounds = st.lists(st.builds(lambda k, hit, backup: a_round(*k, k[1] + 1, hit, backup), counts, st.booleans(), st.booleans()), max_size=6)
+requests = st.tuples(several_rounds, st.integers(1, 30), st.floats(0.1, 3.0), st.floats(0.1, 30.0))
+
+
+def of(request) -> Metrics:
+    rounds, tokens, first, after = request
+    return Metrics.from_rounds(rounds, num_output_tokens=tokens, total_seconds=first + after, time_to_first_token=first)
+
+
+@given(st.lists(requests, min_size=1, max_size=5))
+def test_requests_added_up_are_their_rounds_summed_up(asked):
+    total = reduce(Metrics.plus, map(of, asked))
+    whole = Metrics.from_rounds(
+        [entry for rounds, *_ in asked for entry in rounds],
+        num_output_tokens=sum(tokens for _, tokens, _, _ in asked),
+        total_seconds=sum(first + after for *_, first, after in asked),
+        time_to_first_token=sum(first for _, _, first, _ in asked) / len(asked),
+        num_requests=len(asked),
+    )
+    # Alone, a request of one token has no time after its first; in a sum its seconds have no tokens to be divided by.
+    skipped = {"time_per_output_token"} if any(tokens == 1 for _, tokens, _, _ in asked) else set()
+    for name, value in whole.to_dict().items():
+        if name not in skipped:
+            assert total.to_dict()[name] == (pytest.approx(value) if value is not None else None), name
+    assert total.over(2.0).output_tokens_per_second == pytest.approx(total.num_output_tokens / 2)
+    assert total.over(2.0).num_rounds == total.num_rounds
 
 
 def test_the_dictionary_survives_json():

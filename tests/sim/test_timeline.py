@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from sim.metrics import Round
 from sim.timeline import Span, Timeline
 
 
@@ -56,9 +57,11 @@ def test_chrome_trace_has_a_named_thread_a_device_and_microseconds(tmp_path):
     timeline.save(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     *names, event = trace["traceEvents"]
-    assert [(n["ph"], n["name"], n["args"]["name"], n["tid"]) for n in names] == [
-        ("M", "thread_name", "target", 0),
-        ("M", "thread_name", "draft", 1),
+    assert [(n["ph"], n["name"], n["args"]["name"], n["pid"], n.get("tid")) for n in names] == [
+        ("M", "process_name", "devices", 0, None),
+        ("M", "process_name", "requests", 1, None),
+        ("M", "thread_name", "target", 0, 0),
+        ("M", "thread_name", "draft", 0, 1),
     ]
     assert event == {
         "name": "build",
@@ -69,6 +72,23 @@ def test_chrome_trace_has_a_named_thread_a_device_and_microseconds(tmp_path):
         "tid": 1,
         "args": {"round": 3, "request": "r"},
     }
+
+
+def test_chrome_trace_has_a_named_thread_a_request_whose_rounds_say_who_drafted(tmp_path):
+    rounds = [
+        Round("b", 3, 2, 3, True, False, verify_seconds=0.2, wait_seconds=0.05, start=1.5, drafter="cache"),
+        Round("a", 0, 0, 1, False, True, verify_seconds=0.25, wait_seconds=0.0, start=2.0, drafter="none"),
+        Round("b", 3, 0, 1, False, True, verify_seconds=0.25, wait_seconds=0.25, start=2.0, drafter="jit"),
+    ]
+    Timeline([span("target", "verify", 1.5, 2)], rounds).save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 1}
+    found = [event for event in events if event["pid"] == 1 and event["ph"] == "X"]
+    assert [threads[event["tid"]] for event in found] == ["b", "a", "b"]
+    assert [event["name"] for event in found] == ["cache 2/3", "none 0/0", "jit 0/3"]
+    assert [(event["ts"], event["dur"]) for event in found] == [pytest.approx(pair) for pair in ((1.5e6, 2.5e5), (2e6, 2.5e5), (2e6, 5e5))]
+    assert found[0]["args"]["committed"] == 3
+    assert [event["pid"] for event in events if event["name"] == "verify"] == [0]
 
 
 def test_a_bad_span_is_refused():
