@@ -19,6 +19,7 @@ SHARED: dict[str, Any] = {
     "dtype": Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")],
     "prompt_tokens": Annotated[int | None, typer.Option(help="Length of a prompt to plan for, tokens.")],
     "output_tokens": Annotated[int | None, typer.Option(help="Length of an output, tokens.")],
+    "batch_size": Annotated[int | None, typer.Option(help="Requests to plan for that are decoded together. [default: 1]")],
     "prompt_set": Annotated[str | None, typer.Option(help="Prompts to measure on: code, chat or library. [default: code]")],
     "objective": Annotated[str | None, typer.Option(help="latency, throughput or cost. [default: latency]")],
     "profile": Annotated[Path | None, typer.Option(help="Measured latency and acceptance, from `ssd profile`.", show_default=False)],
@@ -29,8 +30,9 @@ SHARED: dict[str, Any] = {
     "fan_out": Annotated[str | None, typer.Option(help="F_0,...,F_K, typed by hand, such as 1,1,1,2.")],
 }
 PLANNING = tuple(name for name in SHARED if name not in ("num_speculative_tokens", "fan_out"))
-MEASURING = ("target", "draft", "hardware", "max_model_len", "dtype", "prompt_tokens", "output_tokens", "prompt_set")
-RUNNING = tuple(SHARED)
+MEASURING = ("target", "draft", "hardware", "max_model_len", "dtype", "prompt_tokens", "output_tokens", "batch_size", "prompt_set")
+# What runs decodes one request at a time.
+RUNNING = tuple(name for name in SHARED if name != "batch_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class Asked:
     dtype: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    batch_size: int | None = None
     prompt_set: str | None = None
     objective: str | None = None
     profile: Path | None = None

@@ -243,7 +243,8 @@ def metrics_line(output: RequestOutput, plan: Plan, health: Health) -> str:
     m, predicted = output.metrics, plan.predicted
     parts = [plan.mode, "no speed from one token" if m.time_per_output_token is None else f"{1 / m.time_per_output_token:.1f} tokens/s"]
     if predicted is not None:
-        parts.append(f"predicted {predicted.tokens_per_second:.1f} tokens/s, {predicted.speedup_vs_ar:.2f}x AR")
+        batch = f" for {plan.workload.batch_size} requests together" if plan.workload.batch_size > 1 else ""
+        parts.append(f"predicted {predicted.tokens_per_second:.1f} tokens/s{batch}, {predicted.speedup_vs_ar:.2f}x AR")
     elif plan.mode != "ar":
         parts.append("speed against AR: see ssd bench")
     if m.draft_acceptance_rate is not None and m.mean_acceptance_length is not None:

@@ -79,7 +79,7 @@ def models_for(asked: Asked) -> Models:
 
 def workload_for(asked: Asked) -> Workload:
     """Return the load, by default the workload's own numbers."""
-    given = {name: getattr(asked, name) for name in ("prompt_tokens", "output_tokens", "prompt_set")}
+    given = {name: getattr(asked, name) for name in ("prompt_tokens", "output_tokens", "batch_size", "prompt_set")}
     return Workload.model_validate(_without_none(given))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sim import outcomes as sim_outcomes
 from ssd.specs import Profile
-from theory.acceptance import accepted_length_law
+from theory.acceptance import accepted_length_law, expected_tokens_of
 from theory.check import FloatArray, IntArray
 from theory.hits import PowerLaw
 
@@ -42,6 +42,28 @@ class OutcomeModel(Protocol):
     def simulated(self) -> sim_outcomes.Outcomes:
         """The same for the simulator."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Rounds of SSD after a hit and after a miss, in this order.
+
+    hits: chance that the outcome is cached. laws: P(k) of the accepted length, [K+1] or as many as are drafted. drafted: mean tokens.
+    """
+
+    hits: tuple[float, float]
+    laws: tuple[FloatArray, FloatArray]
+    drafted: tuple[float, float]
+
+    @property
+    def tokens(self) -> tuple[float, float]:
+        """Tokens that they commit on average, bonus included."""
+        of_hit, of_miss = map(expected_tokens_of, self.laws)
+        return float(of_hit), float(of_miss)
+
+    def mean(self, share: float, values: tuple[float, float]) -> float:
+        """Mean of what is one value after a hit and another after a miss, over rounds of which `share` come after a hit."""
+        return share * values[0] + (1 - share) * values[1]
 
 
 @dataclass(frozen=True)

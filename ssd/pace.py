@@ -13,28 +13,30 @@ class Pace:
     """Seconds at one placement in one mode.
 
     verify: a target forward by its tokens. step: a draft forward by its branches; that of one branch, which drafts while the target
-    waits, is taken alone, those of more beside a working target. Seconds of a message one way, of a round's host work and of the target's
-    prefill, a prompt token.
+    waits, is taken alone, those of more beside a working target. alone: a draft forward by its rows while the target waits. Rows of a
+    batch are packed: their forward costs what its tokens cost in one row. Seconds of a message one way, of a round's host work (however
+    many rows) and of the target's prefill, a prompt token.
     """
 
     placement: Placement
     verify: Latency
     step: Latency
+    alone: Latency
     link_seconds: float
     overhead_seconds: float
     prefill_seconds_per_token: float
 
-    def round_seconds(self, drafted: int) -> float:
-        """Seconds from sending a draft of so many tokens to hearing its outcome, as the draft sees them."""
-        return self.verify(1 + drafted) + self.overhead_seconds + 2 * self.link_seconds
+    def round_seconds(self, drafted: float, rows: int = 1) -> float:
+        """Seconds from sending `rows` drafts of so many tokens, on average, to hearing their outcomes, as the draft sees them."""
+        return self.verify(rows * (1 + drafted)) + self.overhead_seconds + 2 * self.link_seconds
 
-    def backup_seconds(self, K: int) -> float:
-        """Seconds of drafting K tokens after the outcome is known."""
-        return K * self.step(1)
+    def backup_seconds(self, K: int, rows: float = 1) -> float:
+        """Seconds of drafting K tokens for each of `rows` rows, at least 1, after the outcome is known."""
+        return K * self.alone(rows)
 
-    def build_seconds(self, K: int, budget: int) -> float:
-        """Seconds of the catch-up step and K steps of `budget` branches."""
-        return self.step(1) + K * self.step(budget)
+    def build_seconds(self, K: int, budget: float, rows: int = 1) -> float:
+        """Seconds of the catch-up step and K steps, each with `budget` branches for every one of `rows` rows."""
+        return self.step(rows) + K * self.step(rows * budget)
 
 
 def pace(profile: Profile, placement: Placement, mode: Mode) -> Pace | None:
@@ -44,9 +46,18 @@ def pace(profile: Profile, placement: Placement, mode: Mode) -> Pace | None:
     alone, beside = (profile.forward("draft", placement.draft, contended=contended) for contended in (False, together))
     if verify is None or (mode != "ar" and (alone is None or beside is None)):
         return None
-    step = Latency.constant(0.0) if alone is None or beside is None else _step(alone, beside)
-    link = 0.0 if mode == "ar" else profile.link_seconds
-    return Pace(placement, Latency(verify.tokens, verify.seconds), step, link, profile.overhead_seconds, profile.prefill_seconds_per_token)
+    step = waited = Latency.constant(0.0)
+    if alone is not None and beside is not None:
+        step, waited = _step(alone, beside), Latency(alone.tokens, alone.seconds)
+    return Pace(
+        placement=placement,
+        verify=Latency(verify.tokens, verify.seconds),
+        step=step,
+        alone=waited,
+        link_seconds=0.0 if mode == "ar" else profile.link_seconds,
+        overhead_seconds=profile.overhead_seconds,
+        prefill_seconds_per_token=profile.prefill_seconds_per_token,
+    )
 
 
 def _step(alone: ForwardLatency, beside: ForwardLatency) -> Latency:

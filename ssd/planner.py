@@ -1,4 +1,4 @@
-"""Plan how to decode: profile, search by theory, simulate the best few, rank."""
+"""Plan how to decode: profile, search by theory, simulate the best few or, in batches, reckon them, rank."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from sim.outcomes import Outcomes
+from ssd.lookup import recorded
 from ssd.outcomes import outcome_model
 from ssd.pace import Pace, pace
 from ssd.placements import placements
-from ssd.prediction import Played, play, predicted
+from ssd.prediction import Played, play, predicted, reckon
 from ssd.search import Search
-from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Workload
+from ssd.specs import Backup, Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Workload
 
-# Simulated of what theory ranks, for each mode and placement; AR and SD hardly leave theory a choice.
-SIMULATED: dict[Mode, int] = {"ar": 1, "sd": 2, "ssd": 4}
+# Kept of what theory ranks, for each mode and placement; AR and SD hardly leave theory a choice.
+KEPT: dict[Mode, int] = {"ar": 1, "sd": 2, "ssd": 4}
 MAX_ALTERNATIVES = 8
 # Where two are this near in what is optimised, the simpler one is chosen.
 TIE = 0.005
 SIMPLEST: tuple[Mode, ...] = ("ar", "sd", "ssd")
+SIMPLEST_BACKUP: tuple[Backup, ...] = ("jit", "none", "ngram")
 
 
 def plan(
@@ -31,7 +34,8 @@ def plan(
 ) -> Plan:
     """Return the configuration to bet on for `workload`, with the ranked rest as its alternatives.
 
-    objective: "latency" and "throughput" maximise tokens a second, which at batch size 1 is the same; "cost" minimises dollars a token.
+    objective: "latency" and "throughput" maximise tokens a second, which at a given batch size is the same; "cost" minimises dollars a
+    token.
     profile: measured here if the hardware is this machine, else computed from the models' shapes. mode: choose within it. ValueError,
     with the remedy, for what cannot be planned.
     """
@@ -42,10 +46,12 @@ def plan(
     paces = _paces(profile, hardware, models)
     if mode is not None and not any(place_mode == mode for place_mode, _ in paces):
         raise ValueError(_no_table(hardware, models, mode))
-    played = _played(profile, paces, workload)
+    outcomes = outcome_model(profile)
+    search = Search(outcomes, workload.batch_size, recorded(profile))
+    played = _played(search, paces, outcomes.simulated(), workload)
     ranking = _Ranking(hardware, objective)
     best = ranking.best([p for p in played if mode in (None, p.configuration.mode)])
-    chosen = predicted(best, played)
+    chosen = predicted(best, played, best.critical_batch_size(search))
     rest = tuple(predicted(p, played) for p in ranking.rest(best, played))
     fields = {name: getattr(chosen, name) for name in Configuration.model_fields}
     return Plan(**fields, hardware=hardware, models=models, workload=workload, objective=objective, alternatives=rest, profile=profile)
@@ -86,6 +92,18 @@ def _check_profile(profile: Profile, hardware: Hardware, models: Models, workloa
     ):
         if ours != theirs and not (option == "workload.prompt_set" and theirs == "given"):
             raise ValueError(f"{option}={ours!r} does not fit the profile, made with {theirs!r}: profile again, or leave profile out")
+    _check_reach(profile, workload.batch_size)
+
+
+def _check_reach(profile: Profile, batch_size: int) -> None:
+    """Refuse tables that end before one draft token of every row; what is a little beyond their end follows the line they end with."""
+    for table in profile.forwards if batch_size > 1 else ():
+        needed = batch_size * (2 if table.model == "target" and profile.models.draft is not None else 1)
+        if table.tokens[-1] < needed:
+            raise ValueError(
+                f"workload.batch_size={batch_size} needs forwards of {needed} tokens, but the profile's of the {table.model} on "
+                f"{', '.join(table.devices)} end at {table.tokens[-1]}: profile again with this batch size, or leave profile out"
+            )
 
 
 def _paces(profile: Profile, hardware: Hardware, models: Models) -> list[tuple[Mode, Pace]]:
@@ -110,14 +128,16 @@ def _no_table(hardware: Hardware, models: Models, mode: Mode) -> str:
     )
 
 
-def _played(profile: Profile, paces: Sequence[tuple[Mode, Pace]], workload: Workload) -> list[Played]:
-    outcomes = outcome_model(profile)
-    search, simulated = Search(outcomes), outcomes.simulated()
-    return [
-        play(configuration, its, simulated, workload)
-        for mode, its in paces
-        for configuration in _different(search.ranked(mode, its))[: SIMULATED[mode]]
-    ]
+def _played(search: Search, paces: Sequence[tuple[Mode, Pace]], outcomes: Outcomes, workload: Workload) -> list[Played]:
+    """The best few of each mode and placement as the simulator plays them; it knows no batch and no prompt lookup, which theory reckons."""
+    played = []
+    for mode, its in paces:
+        ranked = _different(search.ranked(mode, its))
+        simulable = [configuration for configuration in ranked if workload.batch_size == 1 and configuration.backup != "ngram"]
+        reckoned = [configuration for configuration in ranked if configuration not in simulable]
+        played += [play(configuration, its, outcomes, workload) for configuration in simulable[: KEPT[mode]]]
+        played += [reckon(configuration, its, search, workload) for configuration in reckoned[: KEPT[mode]]]
+    return played
 
 
 def _different(ranked: Sequence[Configuration]) -> list[Configuration]:
@@ -162,8 +182,8 @@ class _Ranking:
         return sorted(kept, key=lambda p: -self.value(p))
 
 
-def _complexity(configuration: Configuration) -> tuple[int, int, bool]:
-    return SIMPLEST.index(configuration.mode), len(configuration.placement.devices), configuration.backup == "none"
+def _complexity(configuration: Configuration) -> tuple[int, int, int]:
+    return SIMPLEST.index(configuration.mode), len(configuration.placement.devices), SIMPLEST_BACKUP.index(configuration.backup)
 
 
 def _kind(played: Played) -> tuple[Mode, Placement]:

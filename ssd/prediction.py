@@ -1,17 +1,20 @@
-"""What a configuration is expected to do: its rounds simulated, its speed held against AR and SD on the same and on all its devices."""
+"""What a configuration is expected to do: its rounds simulated, or reckoned by theory where the simulator cannot play them.
+
+Its speed is held against AR and SD on the same and on all its devices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil
+from typing import Literal
 
-from sim.metrics import Metrics
 from sim.outcomes import Outcomes
 from sim.scenario import Scenario
 from sim.simulate import simulate
 from ssd.pace import Pace
+from ssd.search import Search
 from ssd.specs import Configuration, Mode, Prediction, Workload
 
 # Enough for a standard error of about 1 %; all configurations meet the same random numbers, so their order is surer than that.
@@ -23,28 +26,65 @@ INTERRUPT = "moot"
 DRAFT_LAYERS = 24
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Played:
-    """A configuration and how its simulation went."""
+    """A configuration and how it does: tokens a second of the whole batch, and rates as ssd.specs.Prediction has them."""
 
     configuration: Configuration
     pace: Pace
-    metrics: Metrics
+    tokens_per_second: float
+    hit_rate: float | None
+    draft_acceptance_rate: float | None
+    mean_acceptance_length: float
+    method: Literal["theory", "simulation"]
+    rows: int = 1
 
-    @cached_property
-    def tokens_per_second(self) -> float:
-        """Tokens a second after the first of each request."""
-        return 1 / (self.metrics.time_per_output_token or float("inf"))
+    def critical_batch_size(self, search: Search) -> int | None:
+        """The batch size from which on the fast backup is ahead of `jit`, none without a cache or where it never is."""
+        return search.critical_batch_size(self.configuration, self.pace) if self.configuration.mode == "ssd" else None
+
+    @property
+    def rows_drafted_for(self) -> float:
+        """Rows that the draft drafts for while the target waits: all of the batch in SD, else as many as miss together on average."""
+        if self.hit_rate is None:
+            return self.rows
+        return self.rows * (1 - self.hit_rate) / (1 - self.hit_rate**self.rows) if self.hit_rate < 1 else 1.0
 
 
 def play(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload) -> Played:
-    """Simulate requests of the workload's lengths; what they take before their first token is not counted."""
-    return Played(configuration, pace, simulate(_scenario(configuration, pace, outcomes, workload)).metrics)
+    """Simulate requests of the workload's lengths, one after another; what they take before their first token is not counted."""
+    metrics = simulate(_scenario(configuration, pace, outcomes, workload)).metrics
+    return Played(
+        configuration,
+        pace,
+        tokens_per_second=1 / (metrics.time_per_output_token or float("inf")),
+        hit_rate=metrics.cache_hit_rate,
+        draft_acceptance_rate=metrics.draft_acceptance_rate,
+        mean_acceptance_length=1 + metrics.num_accepted_tokens / metrics.num_rounds,
+        method="simulation",
+    )
 
 
-def predicted(played: Played, everything: Sequence[Played]) -> Configuration:
+def reckon(configuration: Configuration, pace: Pace, search: Search, workload: Workload) -> Played:
+    """Expect what theory does of requests of the workload's length in a batch that is always full."""
+    expected = search.expected(configuration, pace)
+    after_first = max(1, workload.output_tokens - 1)
+    kept = after_first / (after_first + expected.tokens_cut_off)
+    return Played(
+        configuration,
+        pace,
+        tokens_per_second=search.rows * kept / expected.seconds_per_token,
+        hit_rate=expected.hit_rate,
+        draft_acceptance_rate=expected.draft_acceptance_rate,
+        mean_acceptance_length=expected.mean_acceptance_length,
+        method="theory",
+        rows=search.rows,
+    )
+
+
+def predicted(played: Played, everything: Sequence[Played], critical_batch_size: int | None = None) -> Configuration:
     """Return the configuration with its prediction; the AR and SD that it is compared with are the fastest in `everything`."""
-    configuration, pace, metrics = played.configuration, played.pace, played.metrics
+    configuration, pace, rows = played.configuration, played.pace, played.rows
     K, drafts = configuration.num_speculative_tokens, configuration.mode != "ar"
     budget = max(sum(configuration.fan_out_hit), sum(configuration.fan_out_miss))
     target, used = configuration.placement.target, configuration.placement.devices
@@ -57,13 +97,14 @@ def predicted(played: Played, everything: Sequence[Played]) -> Configuration:
         speedup_vs_sd=_speedup(played, _on(everything, "sd", target)),
         speedup_vs_ar_equal_devices=vs_ar_equal,
         speedup_vs_sd_equal_devices=_speedup(played, _within(everything, "sd", used)),
-        hit_rate=metrics.cache_hit_rate,
-        draft_acceptance_rate=metrics.draft_acceptance_rate,
-        mean_acceptance_length=1 + metrics.num_accepted_tokens / metrics.num_rounds,
-        verify_seconds=pace.verify(1 + K),
-        build_seconds=pace.build_seconds(K, budget) if configuration.mode == "ssd" else None,
-        backup_seconds=pace.backup_seconds(K if configuration.backup == "jit" else 0) if drafts else None,
-        method="simulation",
+        hit_rate=played.hit_rate,
+        draft_acceptance_rate=played.draft_acceptance_rate,
+        mean_acceptance_length=played.mean_acceptance_length,
+        verify_seconds=pace.verify(rows * (1 + K)),
+        build_seconds=pace.build_seconds(K, budget, rows) if configuration.mode == "ssd" else None,
+        backup_seconds=pace.backup_seconds(K if configuration.backup == "jit" else 0, played.rows_drafted_for) if drafts else None,
+        critical_batch_size=critical_batch_size,
+        method=played.method,
     )
     return configuration.model_copy(update={"predicted": prediction})
 

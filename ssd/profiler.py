@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import Literal, TypeVar
 
@@ -12,7 +13,9 @@ from sim.outcomes import rounds_of
 from ssd.devices import pinned
 from ssd.engine.engine import Engine
 from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
+from ssd.engine.ngram import Lookup
 from ssd.engine.rehearsal import rehearse
+from ssd.lookup import accepted_lengths
 from ssd.placements import placements
 from ssd.progress import Progress
 from ssd.prompts import prompts as prompt_texts
@@ -21,13 +24,18 @@ from ssd.specs import Configuration, ForwardLatency, Hardware, Models, Placement
 VERIFY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 BRANCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 REPEATS = 5
+# Batches only: a forward is repeated less often to keep within this, and left out where one would take longer still.
+POINT_SECONDS = 2.0
 PROMPTS = 6
 TRACE_TOKENS = 64
 TEXT_LOOKAHEAD = 3
+# Tokens that prompt lookup is asked for.
+LOOKUP_TOKENS = 8
 # The draft's work beside which the target's contended forwards are timed, and the other way round.
 BUSY_BRANCHES = 4
 BUSY_TOKENS = 4
 
+Model = Literal["target", "draft"]
 T = TypeVar("T")
 
 
@@ -41,6 +49,7 @@ def profile(
 ) -> Profile:
     """Measure `models` on `hardware`, which must be this machine, in a minute or two for models of a billion weights.
 
+    For batches the forwards have the tokens of all their rows, packed into one: what reading the contexts of further rows takes is not in.
     prompts: texts to measure acceptance on, else a few of the workload's prompt set. progress is called with what is being measured and
     the share done, 0..1. ValueError where the hardware is another machine.
     """
@@ -68,6 +77,7 @@ class _Profiler:
     def __init__(self, engine: Engine, workload: Workload, progress: Progress) -> None:
         self.engine, self.workload, self.progress = engine, workload, progress
         self.context = workload.prompt_tokens + workload.output_tokens // 2
+        self.rows = workload.batch_size
 
     def run(self, places: Sequence[Placement], prompts: Sequence[str] | None) -> Profile:
         """Measure everything and put it together."""
@@ -85,6 +95,7 @@ class _Profiler:
             forwards=tuple(_once(forwards)),
             prefill_seconds_per_token=prefill,
             traces=traces,
+            ngram_accepted=tuple(accepted_lengths(*text, LOOKUP_TOKENS, Lookup()) for text in outputs[: len(traces)]),
             draft_acceptance_rate=accepted / tried if tried else 0.0,
             acceptance_source="measured" if traces else "assumed",
             link_seconds=self._link(),
@@ -112,7 +123,7 @@ class _Profiler:
         if self.engine.peer is None:
             return 0.0
         with pinned(self.engine.plan.placement.target):
-            seconds = [_timed(lambda: self._ask(Ping(), Ping)) for _ in range(50)]
+            seconds = [_seconds_of(lambda: self._ask(Ping(), Ping)) for _ in range(50)]
         return statistics.median(seconds) / 2
 
     def _forwards(self, place: Placement, share: float) -> Iterator[ForwardLatency]:
@@ -122,39 +133,55 @@ class _Profiler:
         if place.draft:
             configuration = Configuration(mode="sd", num_speculative_tokens=1, placement=place)
             self.engine.configure(configuration)
-        target = [self._target(place, tokens, alone) for tokens in VERIFY_TOKENS]
-        yield _table("target", place.target, VERIFY_TOKENS, target, not alone)
+        target, draft = (partial(measure, place, alone=alone) for measure in (self._target, self._draft))
+        yield _table("target", place.target, self._timed(self._sizes(VERIFY_TOKENS), target), not alone)
         if place.draft:
-            draft = [self._draft(place, tokens, alone) for tokens in BRANCHES]
-            yield _table("draft", place.draft, BRANCHES, draft, not alone)
+            yield _table("draft", place.draft, self._timed(self._sizes(BRANCHES), draft), not alone)
             if not alone:
-                # After a miss it drafts one branch while the target waits.
-                yield _table("draft", place.draft, (1,), [self._draft(place, 1, True)], False)
+                # After a miss it drafts for the rows that missed while the target waits.
+                waited = sorted({1, -(-self.rows // 4), -(-self.rows // 2), self.rows})
+                yield _table("draft", place.draft, self._timed(waited, partial(self._draft, place, alone=True)), False)
 
-    def _target(self, place: Placement, tokens: int, alone: bool) -> list[float]:
+    def _sizes(self, each: Sequence[int]) -> list[int]:
+        """Tokens of a forward with so many in each row of the batch, every other of these where it has several, and of a forward of one."""
+        return sorted({1, *(self.rows * tokens for tokens in (each if self.rows == 1 else (1, *each[1::2], each[-1])))})
+
+    def _timed(self, sizes: Sequence[int], measure: Callable[[int, int], list[float]]) -> dict[int, list[float]]:
+        """Seconds of forwards of rising sizes; the long ones of a batch are repeated less often, and left out past what a plan needs."""
+        found: dict[int, list[float]] = {}
+        expected = 0.0
+        for size in sizes:
+            if self.rows > 1 and expected * size > POINT_SECONDS and size > 2 * self.rows:
+                break
+            repeats = REPEATS if self.rows == 1 or not expected else max(1, min(REPEATS, int(POINT_SECONDS / (expected * size))))
+            found[size] = measure(size, repeats)
+            expected = statistics.median(found[size]) / size
+        return found
+
+    def _target(self, place: Placement, tokens: int, repeats: int, alone: bool) -> list[float]:
         with pinned(place.target), self._busy_draft(alone):
-            return rehearse(self.engine.loaded, tokens, self.context, lambda done: done < REPEATS)
+            return rehearse(self.engine.loaded, tokens, self.context, lambda done: done < repeats)
 
     @contextmanager
     def _busy_draft(self, alone: bool) -> Iterator[None]:
         if alone or self.engine.peer is None:
             yield
             return
-        self.engine.peer.tell(Rehearse(BUSY_BRANCHES, self.context, 0))
+        self.engine.peer.tell(Rehearse(self.rows * BUSY_BRANCHES, self.context, 0))
         try:
             yield
         finally:
             self._ask(Ping(), Rehearsed)
             self.engine.peer.link.expect(Ping, deadline=self.engine.deadline)
 
-    def _draft(self, place: Placement, tokens: int, alone: bool) -> list[float]:
-        question = Rehearse(tokens, self.context, REPEATS)
+    def _draft(self, place: Placement, tokens: int, repeats: int, alone: bool) -> list[float]:
+        question = Rehearse(tokens, self.context, repeats)
         if alone or self.engine.peer is None:
             return list(self._ask(question, Rehearsed).seconds)
         link = self.engine.peer.link
         self.engine.peer.tell(question)
         with pinned(place.target):
-            rehearse(self.engine.loaded, BUSY_TOKENS, self.context, lambda _: link.peek() is None)
+            rehearse(self.engine.loaded, self.rows * BUSY_TOKENS, self.context, lambda _: link.peek() is None)
         return list(link.expect(Rehearsed, deadline=self.engine.deadline).seconds)
 
     def _ask(self, question: object, kind: type[T]) -> T:
@@ -175,26 +202,26 @@ def _once(tables: Sequence[ForwardLatency]) -> list[ForwardLatency]:
     return list({(table.model, table.devices, table.contended): table for table in tables}.values())
 
 
-def _table(
-    model: Literal["target", "draft"], devices: tuple[str, ...], tokens: Sequence[int], seconds: Sequence[list[float]], contended: bool
-) -> ForwardLatency:
-    medians = tuple(statistics.median(values) for values in seconds)
+def _table(model: Model, devices: tuple[str, ...], timed: dict[int, list[float]], contended: bool) -> ForwardLatency:
+    medians = tuple(statistics.median(values) for values in timed.values())
     return ForwardLatency(
         model=model,
         devices=devices,
-        tokens=tuple(tokens),
+        tokens=tuple(timed),
         seconds=medians,
-        spread=tuple(_spread(values) / median for values, median in zip(seconds, medians, strict=True)),
+        spread=tuple(_spread(values) / median for values, median in zip(timed.values(), medians, strict=True)),
         contended=contended,
     )
 
 
 def _spread(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
     low, _, high = statistics.quantiles(values, n=4)
     return high - low
 
 
-def _timed(action: Callable[[], object]) -> float:
+def _seconds_of(action: Callable[[], object]) -> float:
     begin = monotonic()
     action()
     return monotonic() - begin

@@ -46,7 +46,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     if predicted is None:
         yield "  predicted: nothing, this configuration was typed by hand; ssd.plan predicts"
         return
-    yield f"  predicted by {predicted.method}: {predicted.tokens_per_second:.1f} tokens/s of decoding, prefill apart{_cost(plan)}"
+    batch = f" for {plan.workload.batch_size} requests together" if plan.workload.batch_size > 1 else ""
+    yield f"  predicted by {predicted.method}: {predicted.tokens_per_second:.1f} tokens/s of decoding{batch}, prefill apart{_cost(plan)}"
     more = len(plan.placement.devices) - len(plan.placement.target)
     where = f"{_devices(more)} more than the target's" if more else "the same devices"
     yield f"  speed with {where}: {_speedups(predicted.speedup_vs_ar, predicted.speedup_vs_sd)}"
@@ -54,6 +55,10 @@ def _prediction(plan: Plan) -> Iterator[str]:
     yield f"  speed at equal devices, the others free to use all {len(plan.placement.devices)}: {equal}"
     yield from _rates(predicted)
     yield from _times(predicted)
+    if predicted.critical_batch_size is not None:
+        lookup = plan.profile is not None and plan.profile.ngram_accepted
+        fast, first = "ngram" if lookup else "none", predicted.critical_batch_size
+        yield f"  critical batch size b* = {first}: from so many requests on, backup {fast} is faster than jit, all else as here"
 
 
 def _rates(predicted: Prediction) -> Iterator[str]:
@@ -100,6 +105,11 @@ def _measured(profile: Profile) -> Iterator[str]:
         yield f"link {_ms(profile.link_seconds)} one way, host work {_ms(profile.overhead_seconds)} a round"
     if profile.acceptance_source == "measured":
         yield f"acceptance {profile.draft_acceptance_rate:.2f} on {profile.prompt_set} prompts"
+    lookups = [accepted for text in profile.ngram_accepted for accepted in text]
+    proposed = [accepted for accepted in lookups if accepted >= 0]
+    if lookups:
+        worth = f", {sum(proposed) / len(proposed):.1f} accepted of each" if proposed else ""
+        yield f"prompt lookup: proposals at {len(proposed)} of {len(lookups)} tokens{worth}"
     if profile.traces:
         yield f"hits: ranks of {sum(map(len, profile.traces))} tokens in {len(profile.traces)} texts"
 

@@ -27,27 +27,34 @@ LAYER_SECONDS = 50e-6
 ALL_REDUCE_SECONDS = 8e-6
 TOKEN_SECONDS = 40e-6
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)
+# For batches: seconds bend where rows end, which read their own contexts, and where arithmetic begins to bind.
+MORE_TOKENS = (48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2304, 4096, 8192)
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A model in its compute type, and the tokens it attends to."""
+    """A model in its compute type, the tokens that a row attends to, and the rows of a batch."""
 
     shape: Shape
     bytes_per_value: int
     context: int
+    rows: int = 1
 
     def weights(self) -> int:
         """Bytes of all weights."""
         return self.shape.parameters * self.bytes_per_value
 
     def footprint(self, length: int) -> int:
-        """Bytes of weights and of the keys and values of `length` tokens."""
-        return self.weights() + length * self.shape.kv_values_per_token * self.bytes_per_value
+        """Bytes of weights and of the keys and values of `length` tokens in each row."""
+        return self.weights() + self.rows * length * self.shape.kv_values_per_token * self.bytes_per_value
 
     def seconds(self, devices: tuple[Device, ...], tokens: int) -> float:
-        """Seconds for `tokens` queries, weights and work shared equally: the slower of memory and arithmetic, and overheads."""
-        read = (self.shape.parameters_read + self.context * self.shape.kv_values_per_token) * self.bytes_per_value
+        """Seconds for `tokens` queries of as many rows as there are, weights and work shared equally.
+
+        The slower of memory and arithmetic, and overheads.
+        """
+        context = self.context * min(self.rows, tokens)
+        read = (self.shape.parameters_read + context * self.shape.kv_values_per_token) * self.bytes_per_value
         work = 2 * self.shape.parameters_read * tokens
         share = 1 / len(devices)
         bound = max(
@@ -59,7 +66,7 @@ class Forward:
     def spread(self, devices: tuple[Device, ...], length: int, whole: bool) -> tuple[Device, ...]:
         """The first one, two, ... of `devices` that run it best with room for `length` tokens, or if `whole` the fewest that hold it."""
         counts = [n for n in range(1, len(devices) + 1) if self.footprint(length) <= n * _smallest(devices[:n])]
-        return devices[: counts[0] if whole else min(counts, key=lambda n: self.seconds(devices[:n], 1))]
+        return devices[: counts[0] if whole else min(counts, key=lambda n: self.seconds(devices[:n], self.rows))]
 
 
 def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> Profile:
@@ -88,7 +95,7 @@ def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> 
 
 def _forward(option: str, name: str, models: Models, workload: Workload) -> Forward:
     width = 4 if models.dtype == "float32" else 2
-    return Forward(shape(name, option), width, workload.prompt_tokens + workload.output_tokens // 2)
+    return Forward(shape(name, option), width, workload.prompt_tokens + workload.output_tokens // 2, workload.batch_size)
 
 
 def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: int) -> Iterator[ForwardLatency]:
@@ -107,8 +114,9 @@ def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: 
 
 
 def _table(model: Literal["target", "draft"], forward: Forward, devices: tuple[Device, ...], used: tuple[Device, ...]) -> ForwardLatency:
-    seconds = tuple(forward.seconds(used, tokens) for tokens in TOKENS)
-    return ForwardLatency(model=model, devices=tuple(device.id for device in devices), tokens=TOKENS, seconds=seconds, source="roofline")
+    counts = tuple(sorted({*TOKENS, *MORE_TOKENS, forward.rows}))
+    seconds = tuple(forward.seconds(used, tokens) for tokens in counts)
+    return ForwardLatency(model=model, devices=tuple(device.id for device in devices), tokens=counts, seconds=seconds, source="roofline")
 
 
 def _memory(hardware: Hardware, devices: tuple[Device, ...]) -> int:
@@ -128,17 +136,19 @@ def _too_big(hardware: Hardware, models: Models, needed: int) -> str:
     room = _memory(hardware, hardware.select(all_devices.target))
     return (
         f"target {models.target!r} needs {needed / 2**30:.1f} GiB and hardware {hardware.name!r} has {room / 2**30:.1f}: "
-        "use more or larger devices, a smaller model or a shorter workload"
+        "use more or larger devices, a smaller model, a shorter workload or a smaller batch"
     )
 
 
 def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance | None) -> tuple[str, ...]:
-    latency = (
+    latency: tuple[str, ...] = (
         f"latency: computed, not measured; {MEMORY_EFFICIENCY:.0%} of the stated bandwidth, {COMPUTE_EFFICIENCY:.0%} of the FLOP/s, "
         f"{LAYER_SECONDS * 1e6:.0f} us a layer, {ALL_REDUCE_SECONDS * 1e6:.0f} us an all-reduce, {TOKEN_SECONDS * 1e6:.0f} us a token more",
         f"target: shape from {target.shape.source}; split over any number of devices, also where its heads do not divide",
         "host work of a round: none beside what a layer takes to launch, which the calibration includes",
     )
+    if target.rows > 1:
+        latency += (f"batch: {target.rows} rows, each reading its own context; the seconds of a token more were calibrated on some 18",)
     if draft is None or acceptance is None:
         return latency
     return (
@@ -147,4 +157,5 @@ def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance
         acceptance.note,
         f"hits: F cached candidates miss with chance {ASSUMED_AFTER_HIT.c} F^-{ASSUMED_AFTER_HIT.r} after a hit and "
         f"{ASSUMED_AFTER_MISS.c} F^-{ASSUMED_AFTER_MISS.r} after a miss, as published for Llama-3.1-70B with Llama-3.2-1B, greedy",
+        "prompt lookup: not measured, so backup ngram is not offered",
     )

@@ -142,7 +142,7 @@ class Models(Spec):
 class Workload(Spec):
     """What will be asked of the engine."""
 
-    batch_size: int = Field(1, ge=1, le=1, description="requests decoded together (count); this version decodes one at a time")
+    batch_size: int = Field(1, ge=1, le=256, description="requests decoded together (count)")
     prompt_tokens: int = Field(128, ge=1, description="length of a prompt, tokens")
     output_tokens: int = Field(128, ge=1, description="length of an output, tokens")
     temperature: float = Field(0.0, ge=0, le=0, description="sampling temperature (no unit); this version plans for 0, and decodes at any")
@@ -253,11 +253,23 @@ class Profile(Spec):
     traces: tuple[tuple[int, ...], ...] = Field(
         (), description="for each prompt, the rank of every output token among the draft's choices, 1 being its own (rank)"
     )
+    ngram_accepted: tuple[tuple[Annotated[int, Field(ge=-1)], ...], ...] = Field(
+        (),
+        description="for each trace, how many of 8 tokens that prompt lookup proposes before each token are accepted, -1 where it proposes "
+        "none (tokens); none if not measured",
+    )
     draft_acceptance_rate: float = Field(ge=0, le=1, description="chance that a draft token is accepted given those before it were (ratio)")
     acceptance_source: Source = Field(description="where acceptance comes from (no unit)")
     link_seconds: float = Field(ge=0, description="one-way latency of a message between the two processes, seconds")
     overhead_seconds: float = Field(ge=0, description="a round's host work outside forwards, messages and waits, seconds")
     notes: tuple[str, ...] = Field((), description="what was assumed, in words (no unit)")
+
+    @model_validator(mode="after")
+    def _lookups_match_traces(self) -> Self:
+        lengths, known = [len(text) for text in self.ngram_accepted], [len(text) for text in self.traces]
+        if lengths and lengths != known:
+            raise ValueError(f"ngram_accepted has texts of {lengths} tokens, traces of {known}: give one entry for each, or leave it out")
+        return self
 
     def forward(self, model: Literal["target", "draft"], devices: tuple[str, ...], *, contended: bool = False) -> ForwardLatency | None:
         """Return the latency table of `model` on `devices`, preferring one measured under the same contention."""
@@ -268,8 +280,8 @@ class Profile(Spec):
 class Prediction(Spec):
     """What a configuration is expected to do on the workload."""
 
-    tokens_per_second: float = Field(ge=0, description="output tokens per second of decoding, prefill apart")
-    speedup_vs_ar: float = Field(ge=0, description="against AR on the target's devices, one device more for SSD (ratio)")
+    tokens_per_second: float = Field(ge=0, description="output tokens per second of decoding, of the whole batch, prefill apart")
+    speedup_vs_ar: float = Field(ge=0, description="against AR at the same batch size on the target's devices, one more for SSD (ratio)")
     speedup_vs_sd: float | None = Field(None, ge=0, description="against the best SD on the target's devices (ratio)")
     speedup_vs_ar_equal_devices: float = Field(ge=0, description="against AR on every device this configuration uses (ratio)")
     speedup_vs_sd_equal_devices: float | None = Field(
@@ -278,9 +290,17 @@ class Prediction(Spec):
     hit_rate: float | None = Field(None, ge=0, le=1, description="share of rounds whose outcome is cached, none without a cache (ratio)")
     draft_acceptance_rate: float | None = Field(None, ge=0, le=1, description="accepted over drafted tokens (ratio)")
     mean_acceptance_length: float = Field(ge=1, description="tokens a round, bonus included (tokens)")
-    verify_seconds: float = Field(ge=0, description="one verification, seconds")
-    build_seconds: float | None = Field(None, ge=0, description="building the cache in full, seconds")
-    backup_seconds: float | None = Field(None, ge=0, description="drafting after a miss, seconds")
+    verify_seconds: float = Field(ge=0, description="one verification, with drafts in full for the whole batch, seconds")
+    build_seconds: float | None = Field(None, ge=0, description="building the cache in full, of the whole batch, seconds")
+    backup_seconds: float | None = Field(
+        None, ge=0, description="drafting, before each round or for as many rows as on average miss together, seconds"
+    )
+    critical_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="from so many requests on, backup ngram, or none where ngram is not measured, is faster than jit, all else as here "
+        "(count); none if there is no such number as far as the latency tables tell",
+    )
     method: Literal["theory", "simulation"] = Field(description="what computed tokens_per_second (no unit)")
 
 
@@ -302,9 +322,7 @@ class Configuration(Spec):
         description="fixed: every draft has all K tokens, and exactly what is planned is cached; anytime: the cache is built for as long "
         "as the target verifies, the likeliest first, and a draft that is short is sent as it is where that is faster (no unit)",
     )
-    backup: Backup = Field(
-        "jit", description="who drafts on a miss: the draft model now, a look-up in prompt and output, or nobody (no unit)"
-    )
+    backup: Backup = Field("jit", description="who drafts on a miss: the draft model now, prompt lookup, or nobody (no unit)")
     verification: Verification = Field(
         "rejection", description="how the drafts of a request without a seed are verified above temperature 0 (no unit)"
     )

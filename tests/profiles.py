@@ -24,8 +24,15 @@ def texts(alpha: float, hit: float = 0.5, seed: int = 0, count: int = 8, length:
     return tuple(map(tuple, np.where(rng.random((count, length)) < alpha, 1, missed).tolist()))
 
 
-def line(first: float, more: float) -> tuple[float, ...]:
-    return tuple(first + more * (n - 1) for n in TOKENS)
+def lookups(traces: tuple[tuple[int, ...], ...], alpha: float, proposed: float = 1.0, seed: int = 1) -> tuple[tuple[int, ...], ...]:
+    """What prompt lookup is worth at each token: -1 but with chance `proposed`, else 8 tokens, each right with chance alpha."""
+    rng = np.random.default_rng(seed)
+    worth = [np.minimum(rng.geometric(1 - alpha, len(text)) - 1 if alpha < 1 else np.full(len(text), 8), 8) for text in traces]
+    return tuple(tuple(np.where(rng.random(len(values)) < proposed, values, -1).tolist()) for values in worth)
+
+
+def line(first: float, more: float, tokens: tuple[int, ...] = TOKENS) -> tuple[float, ...]:
+    return tuple(first + more * (n - 1) for n in tokens)
 
 
 def synthetic(
@@ -40,13 +47,15 @@ def synthetic(
     alpha: float = 0.8,
     overhead: float = 0.0,
     link: float = 0.0,
+    tokens: tuple[int, ...] = TOKENS,
+    looked_up: tuple[tuple[int, ...], ...] = (),
 ) -> Profile:
     """Tables for every placement, the same wherever a model runs; published hit curves where no traces are given."""
     forwards = []
     for place in placements(hardware):
-        forwards.append(ForwardLatency(model="target", devices=place.target, tokens=TOKENS, seconds=line(verify, verify_more)))
+        forwards.append(ForwardLatency(model="target", devices=place.target, tokens=tokens, seconds=line(verify, verify_more, tokens)))
         if models.draft is not None:
-            forwards.append(ForwardLatency(model="draft", devices=place.draft, tokens=TOKENS, seconds=line(step, step_more)))
+            forwards.append(ForwardLatency(model="draft", devices=place.draft, tokens=tokens, seconds=line(step, step_more, tokens)))
     return Profile(
         hardware=hardware.name,
         models=models,
@@ -56,6 +65,7 @@ def synthetic(
         traces=traces,
         draft_acceptance_rate=alpha,
         acceptance_source="measured",
+        ngram_accepted=looked_up,
         link_seconds=link,
         overhead_seconds=overhead,
     )

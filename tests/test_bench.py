@@ -53,6 +53,13 @@ def summary(columns, skipped=()):
     return summarise(handmade.plan(("target", "draft"), next(iter(columns))), count, 3, columns, skipped)
 
 
+def test_a_plan_for_a_batch_is_refused(pair):
+    plan = handmade.plan(pair)
+    plan = plan.model_copy(update={"workload": plan.workload.model_copy(update={"batch_size": 4})})
+    with pytest.raises(ValueError, match=r"workload.batch_size=4: a benchmark decodes one request at a time.* plan with batch_size=1"):
+        bench(plan, prompts=PROMPTS, output_tokens=12)
+
+
 def test_every_configuration_decodes_the_same_tokens(result):
     assert result.identical_prompts == len(PROMPTS)
     assert result.differing_prompts == ()

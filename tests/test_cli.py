@@ -166,6 +166,8 @@ def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, 
         "7",
         "--output-tokens",
         "9",
+        "--batch-size",
+        "8",
         "--prompt-set",
         "chat",
         "--dtype",
@@ -176,7 +178,7 @@ def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, 
     assert hardware == handmade.HERE
     assert (models.dtype, models.max_model_len) == ("float32", 50)
     load = asked["workload"]
-    assert (load.prompt_tokens, load.output_tokens, load.prompt_set) == (7, 9, "chat")
+    assert (load.prompt_tokens, load.output_tokens, load.batch_size, load.prompt_set) == (7, 9, 8, "chat")
     assert (asked["mode"], asked["objective"], asked["profile"]) == ("sd", "throughput", "measured")
 
 
@@ -189,6 +191,9 @@ def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, 
         (["plan", "--target", "t", "--objective", "fame"], "--objective='fame' is unknown: use latency, throughput or cost"),
         (["plan", "--target", "t", "--dtype", "int3"], "dtype='int3': input should be 'auto', 'float32' or 'bfloat16'"),
         (["plan", "--target", "t", "--prompt-tokens", "0"], "prompt_tokens=0: input should be greater than or equal to 1"),
+        (["plan", "--target", "t", "--batch-size", "0"], "batch_size=0: input should be greater than or equal to 1"),
+        (["plan", "--target", "t", "--batch-size", "257"], "batch_size=257: input should be less than or equal to 256"),
+        (["plan", "--plan", "p.json", "--batch-size", "2"], "--plan settles --batch-size already: leave one or the other out"),
         (["plan", "--plan", "no.json"], "--plan: path='no.json' cannot be read (No such file or directory)"),
         (["generate"], "Missing argument"),
         (["generate", "x", "--target", "t", "--hardware", "5xH100-SXM"], "--hardware='5xH100-SXM' is another machine"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import ssd
 from sim.outcomes import outcome_at
+from ssd.engine.ngram import Lookup
 from ssd.placements import placements
-from ssd.profiler import PROMPTS
+from ssd.profiler import BRANCHES, LOOKUP_TOKENS, POINT_SECONDS, PROMPTS, REPEATS, TRACE_TOKENS, VERIFY_TOKENS, _Profiler
 from ssd.specs import Configuration, Models, Placement, Profile, SamplingParams, Workload
 from tests.plans import CORES, hand_typed, two_cores
 
@@ -29,6 +32,56 @@ def test_every_placement_of_a_plan_has_its_tables(found):
             assert table.contended == (not place.overlaps)
             assert table.source == "measured"
             assert min(table.seconds) > 0
+
+
+def test_one_request_needs_forwards_of_its_own_tokens_only(found):
+    for table in found.forwards:
+        assert table.tokens in ((1,), VERIFY_TOKENS if table.model == "target" else BRANCHES)
+
+
+def test_a_batch_needs_forwards_of_all_its_rows(tiny_pair):
+    models = Models(target=tiny_pair[0], draft=tiny_pair[1])
+    found = ssd.profile(two_cores(), models, Workload(prompt_tokens=8, output_tokens=16, batch_size=6), prompts=TEXTS[:1])
+    for place in placements(two_cores()):
+        target, branches = (
+            found.forward(*which, contended=not place.overlaps) for which in (("target", place.target), ("draft", place.draft))
+        )
+        waited = found.forward("draft", place.draft)
+        assert {1, 6, 6 * VERIFY_TOKENS[-1]} <= set(target.tokens)
+        assert {1, 6, 6 * BRANCHES[-1]} <= set(branches.tokens)
+        assert {1, 6} <= set(waited.tokens)
+        assert max(len(table.tokens) for table in (target, branches, waited)) <= 8
+    assert ssd.plan(two_cores(), models, Workload(batch_size=6), profile=found).predicted is not None
+    with pytest.raises(ValueError, match=r"batch_size=60 needs forwards of .* tokens"):
+        ssd.plan(two_cores(), models, Workload(batch_size=60), profile=found)
+
+
+def test_forwards_of_a_batch_that_take_long_are_repeated_less_often_and_the_longest_left_out():
+    asked = []
+
+    def measure(tokens, repeats):
+        asked.append((tokens, repeats))
+        return [tokens * POINT_SECONDS / 100] * repeats
+
+    timed = _Profiler(SimpleNamespace(), Workload(batch_size=40), lambda *_: None)._timed((1, 40, 80, 120, 400), measure)
+    assert asked == [(1, REPEATS), (40, 2), (80, 1)]
+    assert {tokens: len(seconds) for tokens, seconds in timed.items()} == dict(asked)
+    asked.clear()
+    _Profiler(SimpleNamespace(), Workload(), lambda *_: None)._timed((1, 40, 80, 400), measure)
+    assert asked == [(1, REPEATS), (40, REPEATS), (80, REPEATS), (400, REPEATS)]
+
+
+def test_prompt_lookup_is_replayed_on_the_texts(found, tiny_pair):
+    assert [len(accepted) for accepted in found.ngram_accepted] == [len(trace) for trace in found.traces]
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair)) as engine:
+        for text, accepted in zip(TEXTS, found.ngram_accepted, strict=True):
+            output = engine.generate(text, SamplingParams(max_tokens=TRACE_TOKENS))[0]
+            for place in range(len(output.token_ids)):
+                lookup = Lookup()
+                lookup.add(output.prompt_token_ids + output.token_ids[:place])
+                proposal = lookup.propose(LOOKUP_TOKENS)
+                right = [a == b for a, b in zip(proposal, output.token_ids[place:], strict=False)]
+                assert accepted[place] == (([*right, False].index(False)) if proposal else -1)
 
 
 def test_the_trace_tells_the_rounds_of_the_engine_exactly(found, tiny_pair):
@@ -60,7 +113,7 @@ def test_acceptance_of_a_draft_that_is_the_target_is_one(tiny_pair):
 def test_without_a_draft_only_the_target_is_measured(tiny_pair):
     found = ssd.profile(two_cores(), Models(target=tiny_pair[0]), Workload(prompt_tokens=8, output_tokens=8), prompts=TEXTS[:1])
     assert {table.model for table in found.forwards} == {"target"}
-    assert found.traces == ()
+    assert found.traces == found.ngram_accepted == ()
     assert ssd.plan(two_cores(), Models(target=tiny_pair[0]), profile=found).mode == "ar"
 
 

@@ -93,3 +93,22 @@ def test_the_cost_is_told_where_every_device_used_has_a_price():
     # A tenth of a cent a second, at 100 tokens a second.
     assert "$10.00 a million tokens" in plan.explain()
     assert "$" not in explained()[1]
+
+
+def test_a_plan_for_a_batch_says_so_and_from_which_size_on_another_backup_is_ahead():
+    traces = texts(0.8, count=2, length=10)
+    profile = synthetic(TWO, traces=traces, looked_up=((8, 2, -1, -1, -1, -1, -1, -1, -1, -1), (-1,) * 10))
+    plan = ssd.plan(TWO, PAIR, ssd.Workload(batch_size=4), profile=profile, mode="ssd")
+    text = plan.explain()
+    assert f"predicted by theory: {plan.predicted.tokens_per_second:.1f} tokens/s of decoding for 4 requests together" in text
+    first = plan.predicted.critical_batch_size
+    assert f"critical batch size b* = {first}: from so many requests on, backup ngram is faster than jit" in text
+    assert "prompt lookup: proposals at 2 of 20 tokens, 5.0 accepted of each" in text.split("measured:")[1].split("assumed:")[0]
+    for mode in ("ar", "sd"):
+        assert "critical" not in ssd.plan(TWO, PAIR, ssd.Workload(batch_size=4), profile=profile, mode=mode).explain()
+    assert "requests together" not in explained("ssd")[1]
+
+
+def test_a_backup_that_was_not_measured_is_said_not_to_be_offered():
+    plan = ssd.plan(ssd.Hardware.named("2xH100-SXM"), ssd.Models(target="Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B"))
+    assert "prompt lookup: not measured, so backup ngram is not offered" in plan.explain()

@@ -60,7 +60,9 @@ def test_wider_values_take_longer():
     models = QWEN.model_copy(update={"dtype": "float32"})
     for wide, narrow in zip(roofline_profile(H100, models, LOAD).forwards, roofline_profile(H100, QWEN, LOAD).forwards, strict=True):
         assert wide.devices == narrow.devices
-        assert all(w > n for w, n in zip(wide.seconds, narrow.seconds, strict=True))
+        # Where arithmetic binds, what is read does not matter.
+        for tokens, w, n in zip(wide.tokens, wide.seconds, narrow.seconds, strict=True):
+            assert w > n if tokens <= max(TOKENS) else w >= n
 
 
 def test_a_target_is_not_split_where_that_is_slower():

@@ -58,3 +58,14 @@ def expected_tokens_of(length_law: ArrayLike) -> FloatArray:
     """Tokens that a round commits on average, bonus included, under any law P(k) of accepted lengths, [..., K+1] -> [...]."""
     law = check.distribution("length_law", length_law)
     return np.asarray(1 + law @ np.arange(law.shape[-1]))
+
+
+def tokens_cut_off(length_law: ArrayLike) -> FloatArray:
+    """Tokens of an output's last round that lie past its end, on average over long outputs of any length. [derived]
+
+    (E[X^2] / E[X] - 1) / 2 for rounds of X = 1 + k tokens, the mean overshoot of a renewal process on whole numbers, [..., K+1] -> [...].
+    An output of N tokens so takes (N + tokens cut off) / E[X] rounds, near enough from N of a few K on.
+    """
+    law = check.distribution("length_law", length_law)
+    tokens = 1 + np.arange(law.shape[-1])
+    return np.asarray((law @ tokens**2 / (law @ tokens) - 1) / 2)

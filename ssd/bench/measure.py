@@ -17,8 +17,14 @@ def bench(plan: Plan, *, prompts: Sequence[str], output_tokens: int, warmup: int
     """Decode every prompt greedily to `output_tokens` by the plan, its best rivals and the baselines, one after another on one engine.
 
     The order turns from prompt to prompt; `warmup` runs of each configuration come first and do not count; progress is called with what
-    is being done and the share done, 0..1. ValueError for prompts that repeat or do not fit, RuntimeError if the draft is lost meanwhile.
+    is being done and the share done, 0..1. ValueError for a plan for batches and for prompts that repeat or do not fit, RuntimeError if the
+    draft is lost meanwhile.
     """
+    if plan.workload.batch_size > 1:
+        raise ValueError(
+            f"workload.batch_size={plan.workload.batch_size}: a benchmark decodes one request at a time, not what the plan is for: "
+            "plan with batch_size=1"
+        )
     _check(prompts, output_tokens, warmup)
     chosen = candidates(plan)
     tell = progress or (lambda *_: None)

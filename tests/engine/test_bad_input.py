@@ -150,7 +150,7 @@ def test_a_missing_plan_file_is_named(tmp_path):
         (lambda: SamplingParams(n=2), r"n=2 with temperature=0 gives the same output 2 times: raise the temperature or ask for one"),
         (lambda: SamplingParams(logprobs=100), "logprobs"),
         (lambda: SamplingParams(verification="greedy"), "verification"),
-        (lambda: Workload(batch_size=2), "batch_size"),
+        (lambda: Workload(batch_size=257), "batch_size"),
         (lambda: Workload(temperature=0.7), "temperature"),
         (lambda: Models(target=""), "target"),
         (lambda: Configuration(mode="beam", placement=Placement(target=("cpu:0",))), "mode"),

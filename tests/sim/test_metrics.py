@@ -55,7 +55,9 @@ def test_time_per_token_leaves_out_the_first_token_of_each_request():
 
 
 counts = st.integers(0, 4).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
-several_rounds = st.lists(st.builds(lambda k, hit, backup: a_round(*k, k[1] + 1, hit, backup), counts, st.booleans(), st.booleans()), max_size=6)
+several_rounds = st.lists(
+    st.builds(lambda k, hit, backup: a_round(*k, k[1] + 1, hit, backup), counts, st.booleans(), st.booleans()), max_size=6
+)
 requests = st.tuples(several_rounds, st.integers(1, 30), st.floats(0.1, 3.0), st.floats(0.1, 30.0))
 
 

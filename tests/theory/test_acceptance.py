@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from theory.acceptance import acceptance_rate, accepted_length_law, expected_tokens, expected_tokens_of, residual
+from theory.acceptance import acceptance_rate, accepted_length_law, expected_tokens, expected_tokens_of, residual, tokens_cut_off
 
 weights = st.lists(st.floats(0.01, 1), min_size=4, max_size=4)
 rates = st.lists(st.floats(0, 1), min_size=0, max_size=6)
@@ -70,3 +70,18 @@ def test_expected_tokens_broadcasts_over_rates_and_lengths():
 def test_a_bad_argument_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@given(st.floats(0.01, 0.99), st.integers(1, 5))
+def test_the_tokens_cut_off_at_the_end_of_an_output_are_those_of_the_recursion_over_its_length(alpha, K):
+    law, beyond = accepted_length_law(alpha, K), [0.0]
+    for length in range(1, 400):
+        ends = ((k + 1, chance) for k, chance in enumerate(law))
+        beyond.append(sum(chance * (beyond[length - tokens] if tokens <= length else tokens - length) for tokens, chance in ends))
+    # Over a stretch of lengths: next to alpha = 1 they swing.
+    assert np.mean(beyond[-60:]) == pytest.approx(tokens_cut_off(law), abs=0.05)
+
+
+def test_no_token_is_cut_off_where_a_round_gives_one():
+    assert tokens_cut_off([1.0]) == tokens_cut_off([1.0, 0.0]) == 0
+    np.testing.assert_allclose(tokens_cut_off([[0, 1], [0.5, 0.5]]), [0.5, (2.5 / 1.5 - 1) / 2])
