@@ -19,7 +19,8 @@ from ssd.lookup import accepted_lengths
 from ssd.placements import placements
 from ssd.progress import Progress
 from ssd.prompts import prompts as prompt_texts
-from ssd.specs import Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Workload
+from ssd.specs import Calibrated, Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Workload
+from theory.calibration import Calibration
 
 VERIFY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 BRANCHES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -84,7 +85,8 @@ class _Profiler:
         models = self.engine.plan.models
         texts = list(prompts or prompt_texts(self.workload.prompt_set, PROMPTS, self.engine.pair.tokenizer))
         outputs, overhead, prefill = self._decode(texts)
-        traces = self._traces(outputs) if models.draft is not None else ()
+        scored = self._scored(outputs) if models.draft is not None else []
+        traces = tuple(one.ranks for one in scored)
         forwards = [table for place, share in _with_share(places) for table in self._forwards(place, share)]
         rounds = rounds_of(traces, TEXT_LOOKAHEAD) if traces else []
         accepted, tried = sum(k for k, _ in rounds), sum(min(k + 1, TEXT_LOOKAHEAD) for k, _ in rounds)
@@ -96,6 +98,7 @@ class _Profiler:
             prefill_seconds_per_token=prefill,
             traces=traces,
             ngram_accepted=tuple(accepted_lengths(*text, LOOKUP_TOKENS, Lookup()) for text in outputs[: len(traces)]),
+            calibration=_calibration(scored),
             draft_acceptance_rate=accepted / tried if tried else 0.0,
             acceptance_source="measured" if traces else "assumed",
             link_seconds=self._link(),
@@ -116,8 +119,8 @@ class _Profiler:
                 overheads.append((metrics.total_seconds - first - metrics.verify_seconds - metrics.wait_seconds) / metrics.num_rounds)
         return outputs, max(0.0, statistics.median(overheads or [0.0])), statistics.median(prefills)
 
-    def _traces(self, outputs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
-        return tuple(self._ask(Score(prompt + output, len(prompt)), Scored).ranks for prompt, output in outputs)
+    def _scored(self, outputs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Scored]:
+        return [self._ask(Score(prompt + output, len(prompt)), Scored) for prompt, output in outputs]
 
     def _link(self) -> float:
         if self.engine.peer is None:
@@ -190,6 +193,16 @@ class _Profiler:
         if answer is None:
             raise RuntimeError(f"the draft was lost while profiling: {peer.lost if peer is not None else 'there is none'}")
         return answer
+
+
+def _calibration(scored: Sequence[Scored]) -> tuple[Calibrated, ...]:
+    """Add up what the draft's confidence was worth on each text."""
+    found: dict[str, Calibration] = {}
+    for kind, calibration in (pair for one in scored for pair in one.calibrations):
+        found[kind] = found.get(kind, Calibration.empty()).merged(calibration)
+    return tuple(
+        Calibrated(kind=kind, trials=tuple(one.trials.tolist()), successes=tuple(one.successes.tolist())) for kind, one in found.items()
+    )
 
 
 def _with_share(places: Sequence[Placement]) -> Iterator[tuple[Placement, float]]:

@@ -242,6 +242,14 @@ class ForwardLatency(Spec):
         return self
 
 
+class Calibrated(Spec):
+    """What one kind of the draft's confidence has been worth: how often it was tried and how often what it spoke of came, in each bin."""
+
+    kind: str = Field(description="in a token sent, or in a bonus candidate after a rejection or after full acceptance (no unit)")
+    trials: tuple[float, ...] = Field(description="outcomes in each bin of theory.calibration (counts)")
+    successes: tuple[float, ...] = Field(description="those that came (counts)")
+
+
 class Profile(Spec):
     """Latency and acceptance of a pair on a machine."""
 
@@ -257,6 +265,9 @@ class Profile(Spec):
         (),
         description="for each trace, how many of 8 tokens that prompt lookup proposes before each token are accepted, -1 where it proposes "
         "none (tokens); none if not measured",
+    )
+    calibration: tuple[Calibrated, ...] = Field(
+        (), description="what the draft's confidence is worth under greedy decoding, for an engine to start from (list)"
     )
     draft_acceptance_rate: float = Field(ge=0, le=1, description="chance that a draft token is accepted given those before it were (ratio)")
     acceptance_source: Source = Field(description="where acceptance comes from (no unit)")
@@ -450,7 +461,7 @@ class RequestOutput(Spec):
     )
     stop_reason: int | str | None = Field(None, description="the token or string that ended the output (token id or no unit)")
     metrics: Metrics = Field(description="counts, rates and seconds of this request (units in its own fields)")
-    rounds: tuple[Round, ...] = Field((), description="every round of it: who drafted how much, what was accepted, where the time went")
+    rounds: tuple[Round, ...] = Field((), description="every round: who drafted how much, what was accepted, where the time went (list)")
 
 
 class StreamChunk(Spec):

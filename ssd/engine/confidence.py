@@ -13,6 +13,9 @@ from theory.calibration import Calibration
 # Half of what is known fades in some 350 outcomes.
 MEMORY = 0.998
 
+Kinds = tuple[str, str, str]
+GREEDY: Kinds = ("greedy sent", "greedy rejected", "greedy full")
+
 
 class Confidence:
     """Calibrations by kind: of tokens that were sent, and of bonus candidates after a rejection and after full acceptance.
@@ -23,21 +26,21 @@ class Confidence:
     def __init__(self, known: Iterable[tuple[str, Calibration]] = ()) -> None:
         self.calibrations = dict(known)
 
-    def chances(self, proposer: Proposer, seen: Candidates) -> np.ndarray:
+    def chances(self, names: Kinds, seen: Candidates) -> np.ndarray:
         """Return the estimated probability of each candidate outcome, [drafted+1, R]: prod_{j<=k} a_j (1 - a_{k+1}) r_k(t). [derived]
 
         a_j and r_k are calibrated: theory.outcomes.estimated_outcomes with what the confidences have been worth.
         """
-        sent, rejected, full = (self._of(kind) for kind in kinds(proposer))
+        sent, rejected, full = (self._of(kind) for kind in names)
         a = sent.calibrated(seen.confidences)
         reached = np.concatenate([[1.0], np.cumprod(a)])
         ends = reached * np.concatenate([1 - a, [1.0]])
         r = np.concatenate([rejected.calibrated(seen.chances[:-1]), full.calibrated(seen.chances[-1:])])
         return np.asarray(np.where(seen.chances > 0, ends[:, None] * r, 0.0))
 
-    def learn(self, proposer: Proposer, seen: Candidates, accepted: int, bonus: int) -> None:
+    def learn(self, names: Kinds, seen: Candidates, accepted: int, bonus: int) -> None:
         """Take in the outcome of a draft whose candidates were `seen`."""
-        sent, rejected, full = kinds(proposer)
+        sent, rejected, full = names
         drafted = len(seen.confidences)
         tried = min(accepted + 1, drafted)
         self._update(sent, seen.confidences[:tried], np.arange(tried) < accepted)
@@ -53,7 +56,7 @@ class Confidence:
             self.calibrations[kind] = self._of(kind).updated(np.clip(chances, 0, 1), came.astype(float), memory=MEMORY)
 
 
-def kinds(proposer: Proposer) -> tuple[str, str, str]:
+def kinds(proposer: Proposer) -> Kinds:
     """Return the kinds of confidence of a request: in tokens sent, in the bonus after a rejection, in the bonus after full acceptance."""
     drawn = "greedy" if proposer.greedy else "coupled" if proposer.coupled else "drawn"
     ranked = drawn if proposer.greedy else f"{drawn} {proposer.ranking}"

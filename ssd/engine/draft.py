@@ -12,7 +12,7 @@ import torch
 
 from sim.timeline import Span
 from ssd.engine.cache import Branches, Candidates, Roots, advance, candidates
-from ssd.engine.confidence import Confidence
+from ssd.engine.confidence import Confidence, Kinds, kinds
 from ssd.engine.forward import Queries, SlotModel
 from ssd.engine.kv import Abort, Aborted, Trunk
 from ssd.engine.link import Draft, Drafts, Link, Outcome, Outcomes, Setup, Start, Stop
@@ -184,7 +184,7 @@ class Drafter:
         self._ages = count()
         self._builder: Iterator[None] | None = None
         self._growing: list[tuple[DraftRow, Branches]] = []
-        self._lessons: list[tuple[Proposer, Candidates, int, int]] = []
+        self._lessons: list[tuple[Kinds, Candidates, int, int]] = []
 
     def configure(self, setup: Setup) -> None:
         """Draft as `setup` says from the next request on."""
@@ -250,7 +250,7 @@ class Drafter:
     def _commit(self, outcome: Outcome) -> DraftRow:
         row = next(row for row in self._active() if row.request == outcome.request)
         if row.seen is not None:
-            self._lessons.append((row.proposer, row.seen, outcome.accepted, outcome.bonus))
+            self._lessons.append((kinds(row.proposer), row.seen, outcome.accepted, outcome.bonus))
         if row.sent:
             self.tempo.verified(outcome.accepted, len(row.sent))
         row.commit(outcome.accepted, outcome.bonus)
@@ -388,7 +388,7 @@ class Drafter:
             if row.draft is None:
                 continue
             row.seen = candidates(row.draft, len(row.sent), row.end_ids, most)
-            chances = self.confidence.chances(row.proposer, row.seen)
+            chances = self.confidence.chances(kinds(row.proposer), row.seen)
             granted = row.seen.listed(fan_out) if fan_out else np.zeros(chances.shape, dtype=bool)
             for where, found in ((granted, planned), (~granted & (chances > 0), spare)):
                 found += [(float(chances[k, r]), row, int(k), int(r)) for k, r in zip(*np.nonzero(where), strict=True)]

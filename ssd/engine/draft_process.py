@@ -107,6 +107,7 @@ def _load(boot: Boot, link: Link) -> Drafter:
 def obey(drafter: Drafter, link: Link, message: object) -> None:
     """Do what one message says."""
     from ssd.devices import pin
+    from ssd.engine.confidence import Confidence
     from ssd.engine.rehearsal import rank_tokens, rehearse
 
     match message:
@@ -124,7 +125,9 @@ def obey(drafter: Drafter, link: Link, message: object) -> None:
             again = (lambda done: done < message.repeats) if message.repeats else (lambda done: link.peek() is None)
             link.send(Rehearsed(tuple(rehearse(drafter.loaded, message.tokens, message.context, again))))
         case Score():
-            link.send(Scored(tuple(rank_tokens(drafter.loaded, message.tokens, message.start))))
+            confidence = Confidence()
+            ranks = rank_tokens(drafter.loaded, message.tokens, message.start, confidence)
+            link.send(Scored(tuple(ranks), tuple(confidence.calibrations.items())))
         case TakeCalibration():
             link.send(Calibrations(tuple(drafter.confidence.calibrations.items())))
         case TakeSpans():

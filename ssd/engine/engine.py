@@ -29,6 +29,7 @@ from ssd.engine.text import Text
 from ssd.engine.worker import Delivery, Job, Worker
 from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
+from theory.calibration import Calibration
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -326,8 +327,19 @@ def _shut(worker: Worker, peer: DraftPeer | None) -> None:
 
 
 def _setup(plan: Configuration) -> Setup:
-    lists = plan.fan_out_hit, plan.fan_out_miss
-    return Setup(plan.num_speculative_tokens, *lists, plan.backup, plan.placement, plan.ranking, plan.saguaro, plan.budget, plan.building)
+    known = plan.profile.calibration if isinstance(plan, Plan) and plan.profile is not None else ()
+    return Setup(
+        num_speculative_tokens=plan.num_speculative_tokens,
+        fan_out_hit=plan.fan_out_hit,
+        fan_out_miss=plan.fan_out_miss,
+        backup=plan.backup,
+        placement=plan.placement,
+        ranking=plan.ranking,
+        saguaro=plan.saguaro,
+        budget=plan.budget,
+        building=plan.building,
+        calibration=tuple((one.kind, Calibration.from_lists(one.trials, one.successes)) for one in known),
+    )
 
 
 def _count(name: str, value: object) -> int:

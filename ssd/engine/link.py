@@ -9,7 +9,7 @@ import os
 import pickle
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -62,7 +62,7 @@ class Setup:
     saguaro: tuple[float, ...] = ()
     budget: int = 0
     building: str = "fixed"
-    calibration: tuple[tuple[str, Calibration], ...] = ()
+    calibration: tuple[tuple[str, Calibration], ...] = field(default=(), compare=False)
     # As the paper's code does it, for comparison: one row that misses has the whole batch drafted anew, hits included.
     redraft_all: bool = False
 
@@ -151,9 +151,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Draft to target: the ranks, 1 for the draft's own choice."""
+    """Draft to target: the ranks, 1 for the draft's own choice, and what its confidence was worth."""
 
     ranks: tuple[int, ...]
+    calibrations: tuple[tuple[str, Calibration], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
 import torch
 
+from ssd.engine.cache import Candidates
+from ssd.engine.confidence import GREEDY, Confidence
+from ssd.engine.draft import CANDIDATES
 from ssd.engine.forward import Queries, SlotModel
 from ssd.models import LoadedModel
 
@@ -31,13 +35,15 @@ def rehearse(loaded: LoadedModel, tokens: int, context: int, again: Callable[[in
     return seconds
 
 
-def rank_tokens(loaded: LoadedModel, tokens: tuple[int, ...], start: int) -> list[int]:
+def rank_tokens(loaded: LoadedModel, tokens: tuple[int, ...], start: int, confidence: Confidence | None = None) -> list[int]:
     """Return, for each of `tokens[start:]`, its rank among the model's choices after what precedes it; 1 is the likeliest.
 
-    A token that the model does not have is ranked past all that it has.
+    A token that the model does not have is ranked past all that it has. confidence: learns of every place as of a greedy draft of one
+    token, the model's own choice there, whose outcome the text tells.
     """
     model = SlotModel(loaded, 1, 1 + len(tokens))
     ranks: list[int] = []
+    before: Place | None = None
     for begin in range(0, len(tokens) - 1, SCORE_CHUNK):
         end = min(begin + SCORE_CHUNK, len(tokens) - 1)
         visible = np.zeros((end - begin, model.slots), dtype=bool)
@@ -47,4 +53,35 @@ def rank_tokens(loaded: LoadedModel, tokens: tuple[int, ...], start: int) -> lis
         for place in range(max(begin, start - 1), end):
             token, row = tokens[place + 1], logits[place - begin]
             ranks.append(1 + int((row > row[token]).sum()) if token < loaded.vocab_size else loaded.vocab_size + 1)
+            if confidence is not None:
+                after = Place.of(row, token)
+                if before is not None:
+                    before.teach(confidence, after)
+                before = after
     return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the model says at one place of a text, and the token that stands there: its best choices with their logits, and its chance of
+    the first."""
+
+    token: int
+    best: torch.Tensor
+    logits: torch.Tensor
+    chance: float
+
+    @classmethod
+    def of(cls, row: torch.Tensor, token: int) -> Place:
+        """Look at logits `[vocabulary]`."""
+        best = row.topk(min(CANDIDATES + 1, len(row)))
+        return cls(token, best.indices, best.values, float((best.values[0] - row.logsumexp(0)).exp()))
+
+    def teach(self, confidence: Confidence, after: Place) -> None:
+        """Let the model's own choice here have been a draft of one token."""
+        # As after a draft: here without the token that was sent, behind it with all.
+        bonus = torch.stack([self.best[1:], after.best[:-1]])
+        chances = torch.softmax(torch.stack([self.logits[1:], after.logits[:-1]]), -1)
+        accepted = int(self.best[0]) == self.token
+        seen = Candidates(bonus.cpu().numpy(), bonus, chances.double().cpu().numpy(), np.array([self.chance]))
+        confidence.learn(GREEDY, seen, int(accepted), after.token if accepted else self.token)

@@ -54,9 +54,9 @@ class Tempo:
             return None
         n, x, xx, y, xy = self._steps
         spread = n * xx - x * x
-        slope = max(0.0, (n * xy - x * y) / spread) if spread > 1e-9 else 0.0
-        # A line may dip below what a step can take; never below half of the mean.
-        return np.maximum((y - slope * x) / n + slope * np.asarray(tokens), 0.5 * y / n)
+        # More tokens never take less time, and no tokens never less than none.
+        slope = min(max(0.0, (n * xy - x * y) / spread), y / x) if spread > 1e-9 else 0.0
+        return np.asarray((y - slope * x) / n + slope * np.asarray(tokens))
 
     def verified(self, accepted: int, drafted: int) -> None:
         """Note an outcome."""

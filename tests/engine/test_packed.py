@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
-from itertools import count
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -129,7 +129,7 @@ def test_a_draft_that_may_say_nothing_that_the_request_allows_changes_no_law(ver
 def test_a_draft_lost_under_rejection_costs_no_request():
     target = tiny_model("llama", 18)
     with pair(target, noisy(target, 0.1, 1), 96) as both:
-        receive, number = both.peer.drafts, count(1)
+        receive, number = both.peer.drafts, itertools.count(1)
         both.peer.drafts = lambda: both.peer.lose("unplugged") or receive() if next(number) > 3 else receive()
         request = both.decode(setup(2, (1, 1, 1)), [1, 2], 30, temperature=1.0, seed=1, verification="rejection")
     assert len(request.output) == 30

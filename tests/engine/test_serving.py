@@ -144,12 +144,11 @@ def test_a_configuration_is_refused_while_requests_are_on_their_way(engine):
 
 
 def test_who_asks_for_little_does_not_wait_for_who_asks_for_much(engine):
-    order: list[str] = []
+    order: list[tuple[str, float]] = []
     params = SamplingParams(max_tokens=12, ignore_eos=True)
 
     def ask(name, prompts):
-        for output in engine.generate(prompts, params):
-            order.append((name, output.metrics.total_seconds))
+        order.extend((name, output.metrics.total_seconds) for output in engine.generate(prompts, params))
 
     much = threading.Thread(target=ask, args=("much", ["again"] * 60))
     much.start()

@@ -1,0 +1,205 @@
+"""What the draft expects: outcomes by its calibrated confidence, seconds by what it measured, and the waves it plans by both."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.engine import tempo as tempo_module
+from ssd.engine.cache import Branches, Roots, candidates
+from ssd.engine.confidence import GREEDY, Confidence, kinds
+from ssd.engine.draft import Drafter
+from ssd.engine.link import Start
+from ssd.engine.proposer import Proposer
+from ssd.engine.rehearsal import rank_tokens
+from ssd.engine.tempo import Tempo
+from ssd.specs import SamplingParams
+from tests.engine.inprocess import loaded, reference, setup, tiny_model
+from theory.outcomes import estimated_outcomes
+
+V = 10
+
+
+def proposer(**asked) -> Proposer:
+    settled = SamplingParams(**{"seed": 3, "verification": "rejection", **asked})
+    return Proposer(Start("r", (5,), (), settled), setup(3, ranking="probability"), V, torch.device("cpu"))
+
+
+def drafted(how: Proposer, logits: torch.Tensor) -> Branches:
+    """A draft of one column that has these logits `[K+1, V]`."""
+    none = np.zeros(1, int)
+    roots = Roots(torch.tensor([0]), torch.tensor([0]))
+    branch = Branches(how, roots, none, none, none, np.zeros((1, len(logits) + 1), int), np.zeros((1, 4), bool))
+    for row in logits:
+        branch.grow(row[None])
+    return branch
+
+
+@given(st.integers(0, 4), st.integers(0, 10_000), st.sampled_from([0.0, 0.7, 1.0]))
+def test_without_outcomes_yet_the_chances_are_those_of_theory(K, seed, temperature):
+    """prod a_j (1 - a_{k+1}) q_k(t), the sent token left out, for all outcomes at once; the confidence is taken at its word."""
+    logits = 0.8 * torch.randn(K + 1, V, generator=torch.Generator().manual_seed(seed))
+    how = proposer(temperature=temperature)
+    branch = drafted(how, logits)
+    seen = candidates(branch, K, (), 32)
+    found = Confidence().chances(kinds(how), seen)
+    q = torch.softmax(logits / (temperature or 1.0), -1).double().numpy()
+    q /= q.sum(-1, keepdims=True)
+    sent = np.array([int(token) for token in branch.tokens[1 : K + 1]], dtype=int)
+    expected = estimated_outcomes(q[np.arange(K), sent], q, sent)
+    table = np.zeros((K + 1, V))
+    np.put_along_axis(table, seen.bonus, found, -1)
+    np.testing.assert_allclose(table, expected, atol=2e-3)
+    assert seen.confidences == pytest.approx(q[np.arange(K), sent], abs=1e-5)
+    assert found.sum() <= 1 + 1e-2
+    assert (found >= 0).all()
+
+
+def test_outcomes_teach_what_a_confidence_is_worth():
+    """A draft that is surer than it is right comes to be believed as often as it is right."""
+    rng, how, confidence = np.random.default_rng(0), proposer(), Confidence()
+    logits = torch.zeros(2, V)
+    logits[:, 3] = 5.0
+    seen = candidates(drafted(how, logits), 1, (), 32)
+    before = confidence.chances(GREEDY, seen)
+    for _ in range(600):
+        right = rng.random() < 0.3
+        confidence.learn(GREEDY, seen, int(right), 4 if right else int(seen.bonus[0][2]))
+    after = confidence.chances(GREEDY, seen)
+    assert before[0].sum() < 0.1
+    assert float(confidence.calibrations["greedy sent"].calibrated(seen.confidences)[0]) == pytest.approx(0.3, abs=0.08)
+    assert after[0].sum() > 0.5
+    # The bonus after full acceptance was never what the draft was surest of.
+    assert after[1].max() < before[1].max()
+
+
+def test_kinds_of_confidence_are_told_apart():
+    ways = [{}, {"temperature": 1.0}, {"temperature": 1.0, "verification": "coupled"}]
+    assert len({kind for asked in ways for kind in kinds(proposer(**asked))}) == 9
+    assert kinds(proposer()) == GREEDY
+
+
+def test_a_text_that_is_the_models_own_confirms_it_and_another_does_not():
+    model = tiny_model("llama", 2)
+    own = [1, 2, *reference(model, [1, 2], 40)]
+    wrong = [1, 2, *np.random.default_rng(0).integers(0, 200, 40).tolist()]
+    for text, share in ((own, 1.0), (wrong, 0.1)):
+        confidence = Confidence()
+        ranks = rank_tokens(loaded(model), tuple(text), 2, confidence)
+        sent = confidence.calibrations["greedy sent"]
+        assert sent.successes.sum() / sent.trials.sum() <= share
+        assert (ranks == [1] * 40) == (share == 1)
+        assert sent.trials.sum() == pytest.approx(39, abs=3)
+        full = confidence.calibrations.get("greedy full")
+        assert share < 1 or full.successes.sum() == pytest.approx(sent.successes.sum())
+
+
+# --- seconds ---
+
+
+@given(st.floats(1e-3, 0.1), st.floats(1e-5, 1e-2), st.lists(st.integers(1, 40), min_size=8, max_size=40).filter(lambda x: len(set(x)) > 2))
+def test_seconds_of_a_step_are_read_off_a_line_through_the_measured_ones(base, each, sizes):
+    tempo = Tempo()
+    assert tempo.step(1) is None
+    for size in sizes:
+        tempo.stepped(size, base + each * size)
+    for size in range(1, 50):
+        assert float(tempo.step(size)) == pytest.approx(base + each * size, rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.floats(1e-3, 1)), min_size=6, max_size=20))
+def test_a_step_of_more_tokens_is_never_said_to_be_quicker_nor_any_to_take_no_time(measured):
+    tempo = Tempo()
+    for size, seconds in measured:
+        tempo.stepped(size, seconds)
+    said = tempo.step(np.arange(1, 50))
+    assert (np.diff(said) >= -1e-9).all()
+    assert (said > 0).all()
+
+
+def test_a_verification_is_what_it_mostly_was_and_one_long_wait_is_no_verification(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(tempo_module, "monotonic", lambda: now)
+    tempo = Tempo()
+    assert tempo.left() is None
+    for _ in range(20):
+        tempo.sent()
+        now += 0.1
+        tempo.heard()
+    assert tempo.verification == pytest.approx(0.1)
+    tempo.sent()
+    now += 0.04
+    assert tempo.left() == pytest.approx(0.06)
+    now += 1000
+    tempo.heard()
+    assert tempo.verification < 0.2
+    assert tempo.left() is None
+
+
+def test_acceptance_follows_the_outcomes():
+    tempo = Tempo()
+    for _ in range(300):
+        tempo.verified(1, 4)
+    assert tempo.acceptance == pytest.approx(0.5, abs=0.02)
+
+
+# --- waves ---
+
+
+def planner(step: float, each: float, verification: float, K: int = 4) -> Drafter:
+    """A drafter that knows these seconds and nothing else."""
+    drafter = Drafter.__new__(Drafter)
+    drafter.setup, drafter.tempo = setup(K, budget=8, building="anytime"), Tempo()
+    for size in (1, 2, 4, 8, 16, 1, 8):
+        drafter.tempo.stepped(size, step + each * size)
+    drafter.tempo.left = lambda: verification
+    return drafter
+
+
+CHANCES = [0.4, 0.2, 0.1, 0.08, 0.05, 0.02, 0.01, 0.01]
+OUTCOMES = [(chance, None, 0, place) for place, chance in enumerate(CHANCES)]
+
+
+@pytest.mark.parametrize(
+    ("step", "each", "verification", "width"),
+    [(0.01, 0.0, 1.0, 8), (0.01, 0.01, 10.0, 8), (0.1, 0.05, 0.16, 1), (0.01, 0.1, 0.44, 1)],
+)
+def test_a_wave_is_as_wide_as_its_tokens_come_in_time(step, each, verification, width):
+    assert planner(step, each, verification)._width(OUTCOMES) == width
+
+
+@given(st.floats(1e-3, 0.2), st.floats(0, 0.05), st.floats(1e-3, 2), st.integers(1, 6))
+def test_no_other_width_is_worth_more(step, each, verification, K):
+    drafter = planner(step, each, verification, K)
+    a = drafter.tempo.acceptance
+
+    def worth(width: int) -> float:
+        seconds = float(drafter.tempo.step(width))
+        steps = min(K, max(verification, float(drafter.tempo.step(1))) // seconds)
+        return sum(CHANCES[:width]) * sum(a ** (j + 1) for j in range(int(steps)))
+
+    assert worth(drafter._width(OUTCOMES)) == pytest.approx(max(worth(width) for width in range(1, 9)))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.floats(0.01, 0.5), st.floats(0.01, 0.5))
+def test_a_short_draft_is_completed_just_as_far_as_it_speeds_the_round_up(lengths, step, verification):
+    drafter = planner(step, 0.0, verification)
+    drafter.tempo.verification = verification
+    rows = [SimpleNamespace(drafted=length, pending=[]) for length in lengths]
+    short = [row for row in rows if row.drafted < 4]
+    if not short:
+        return
+    a = drafter.tempo.acceptance
+
+    def speed(extra: int) -> float:
+        tokens = sum(sum(a**j for j in range(row.drafted + 1 + (extra if row in short else 0))) for row in rows)
+        return tokens / (verification + extra * step)
+
+    # To first order: tokens gained a second of drafting, against tokens a second without it.
+    gain = sum(a ** (row.drafted + 1) for row in short) / step
+    assert drafter._worthwhile(rows, short) == (gain > speed(0))
