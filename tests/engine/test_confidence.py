@@ -167,7 +167,7 @@ OUTCOMES = [(chance, None, 0, place) for place, chance in enumerate(CHANCES)]
 
 @pytest.mark.parametrize(
     ("step", "each", "verification", "width"),
-    [(0.01, 0.0, 1.0, 8), (0.01, 0.01, 10.0, 8), (0.1, 0.05, 0.16, 1), (0.01, 0.1, 0.44, 1)],
+    [(0.01, 0.0, 1.0, 8), (0.01, 0.01, 10.0, 8), (0.1, 0.05, 0.16, 1), (0.01, 0.1, 0.46, 1)],
 )
 def test_a_wave_is_as_wide_as_its_tokens_come_in_time(step, each, verification, width):
     assert planner(step, each, verification)._width(OUTCOMES) == width
