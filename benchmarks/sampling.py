@@ -51,16 +51,16 @@ def weighed(engine: Engine) -> Iterator[list[int]]:
     sizes: list[int] = []
     peer = engine.peer
     assert peer is not None
-    receive = peer.draft
+    receive = peer.drafts
 
-    def draft(request: str, index: int):
-        found = receive(request, index)
-        sizes.append(len(pickle.dumps(found, pickle.HIGHEST_PROTOCOL)))
+    def drafts():
+        found = receive()
+        sizes.extend(len(pickle.dumps(draft, pickle.HIGHEST_PROTOCOL)) for draft in found.values())
         return found
 
-    peer.draft = draft
+    peer.drafts = drafts
     yield sizes
-    peer.draft = receive
+    peer.drafts = receive
 
 
 def measure(engine: Engine, found: dict[str, Configuration], texts: Sequence[str], T: float, tokens: int) -> tuple[dict, dict]:

@@ -47,6 +47,19 @@ def test_timeline_shows_the_overlap_and_saves_a_trace(tmp_path):
     assert {"verify", "build"} <= names
 
 
+def test_serving_answers_every_caller_and_saves_a_trace(tmp_path):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    trace = tmp_path / "trace.json"
+    text = example("serving.py", str(trace))
+    assert {f"caller {name}:" in text for name in range(6)} == {True}
+    assert "draft ok" in text
+    events = json.loads(trace.read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"target", "draft"} < tracks
+    assert len(tracks) == 8
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_the_first_run_goes_the_whole_way():
