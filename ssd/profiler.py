@@ -198,8 +198,8 @@ class _Profiler:
 def _calibration(scored: Sequence[Scored]) -> tuple[Calibrated, ...]:
     """Add up what the draft's confidence was worth on each text."""
     found: dict[str, Calibration] = {}
-    for kind, calibration in (pair for one in scored for pair in one.calibrations):
-        found[kind] = found.get(kind, Calibration.empty()).merged(calibration)
+    for kind, trials, successes in (counts for one in scored for counts in one.calibration):
+        found[kind] = found.get(kind, Calibration.empty()).merged(Calibration.from_lists(trials, successes))
     return tuple(
         Calibrated(kind=kind, trials=tuple(one.trials.tolist()), successes=tuple(one.successes.tolist())) for kind, one in found.items()
     )

@@ -15,6 +15,8 @@ from ssd.sampling import Before, extend
 from theory.fanout import shortened
 
 LEAST = 1e-12
+# Outcomes of one place that are looked at.
+CANDIDATES = 32
 
 
 @dataclass(frozen=True, slots=True)

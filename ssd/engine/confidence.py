@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ssd.engine.cache import Candidates
+from ssd.engine.link import Counts
 from ssd.engine.proposer import Proposer
 from theory.calibration import Calibration
 
@@ -23,8 +24,12 @@ class Confidence:
     Greedy and drawn tokens are told apart, and so are candidates ranked by the noise that they are drawn with.
     """
 
-    def __init__(self, known: Iterable[tuple[str, Calibration]] = ()) -> None:
-        self.calibrations = dict(known)
+    def __init__(self, known: Iterable[Counts] = ()) -> None:
+        self.calibrations = {kind: Calibration.from_lists(trials, successes) for kind, trials, successes in known}
+
+    def counts(self) -> tuple[Counts, ...]:
+        """Return what is known as plain numbers."""
+        return tuple((kind, tuple(one.trials.tolist()), tuple(one.successes.tolist())) for kind, one in self.calibrations.items())
 
     def chances(self, names: Kinds, seen: Candidates) -> np.ndarray:
         """Return the estimated probability of each candidate outcome, [drafted+1, R]: prod_{j<=k} a_j (1 - a_{k+1}) r_k(t). [derived]

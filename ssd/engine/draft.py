@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count, islice
 from time import monotonic
 
@@ -11,25 +12,22 @@ import numpy as np
 import torch
 
 from sim.timeline import Span
-from ssd.engine.cache import Branches, Candidates, Roots, advance, candidates
+from ssd.engine.cache import CANDIDATES, Branches, Candidates, advance, candidates
 from ssd.engine.confidence import Confidence, Kinds, kinds
-from ssd.engine.forward import Queries, SlotModel
-from ssd.engine.kv import Abort, Aborted, Trunk
+from ssd.engine.draft_row import Catch, DraftRow
+from ssd.engine.forward import SlotModel
+from ssd.engine.kv import Abort, Aborted
 from ssd.engine.link import Draft, Drafts, Link, Outcome, Outcomes, Setup, Start, Stop
 from ssd.engine.ngram import Lookup
 from ssd.engine.packed import Laws
-from ssd.engine.prefix import chain, place_for, share_prefix
+from ssd.engine.prefix import PREFILL_CHUNK, SHARED_CHUNK, place_for, share_prefix
 from ssd.engine.proposer import Proposer
 from ssd.engine.spans import MAX_SPANS, recorded
 from ssd.engine.tempo import Tempo
 from ssd.models import LoadedModel
-from ssd.sampling import extend, padded, prefix_hash
 
-PREFILL_CHUNK = 256
-# Of a prompt that is fed beside other requests, so many tokens at once: their drafts are not to wait for it long.
-SHARED_CHUNK = 32
-# Outcomes of one place that are looked at.
-CANDIDATES = 32
+# How often what the draft's confidence has been worth is told to the target.
+TELL_EVERY = 256
 
 
 def most_branches(setup: Setup, rows: int) -> int:
@@ -42,132 +40,6 @@ def most_branches(setup: Setup, rows: int) -> int:
 def slots_needed(max_model_len: int, setup: Setup, rows: int = 1) -> int:
     """Return the slots of a row: the waste slot, the context, the draft under verification, every branch."""
     return 1 + max_model_len + (most_branches(setup, rows) + 1) * (setup.num_speculative_tokens + 1)
-
-
-class DraftRow:
-    """One request as the draft knows it, row `index` of its batch.
-
-    `tokens` are all committed ones and `prefix` their hash; `trunk` holds those that were fed, before the root of `draft`. `draft` has one
-    column: its root is the last committed token, and `sent` are the tokens of it at the target. `waves` are the branches drafted for what
-    may become of it, `seen` the candidates that they were chosen from.
-    """
-
-    def __init__(self, index: int, start: Start, trunk: Trunk, proposer: Proposer, age: int) -> None:
-        self.index, self.request, self.trunk, self.proposer, self.age = index, start.request, trunk, proposer, age
-        self.end_ids: tuple[int, ...] = ()
-        self.tokens = [*start.prompt, *start.output]
-        self.prefix = prefix_hash(self.tokens)
-        self.draft: Branches | None = None
-        self.waves: list[Branches] = []
-        self.seen: Candidates | None = None
-        self.sent: tuple[int, ...] = ()
-        self.lookup: Lookup | None = None
-        self.hit = False
-        self.backup = False
-        self.speculates = True
-        self.active = True
-
-    @property
-    def length(self) -> int:
-        """Committed tokens."""
-        return len(self.tokens)
-
-    @property
-    def pending(self) -> list[int]:
-        """Committed tokens that the model has not seen, where no draft is rooted at them."""
-        return [] if self.draft is not None else self.tokens[self.trunk.length :]
-
-    @property
-    def lags(self) -> bool:
-        """Whether the last token that was sent is still to be fed: what may follow it is not known before."""
-        return self.draft is None or self.draft.fed <= len(self.sent)
-
-    @property
-    def drafted(self) -> int:
-        """Draft tokens that stand ready."""
-        return 0 if self.draft is None else self.draft.drafted
-
-    def find(self, accepted: int, bonus: int) -> tuple[Branches, int] | None:
-        """Return the branch for an outcome, in which wave and column; one without a token yet is no help."""
-        for wave in self.waves:
-            column = wave.find(accepted, bonus) if wave.fed else None
-            if column is not None:
-                return wave, column
-        return None
-
-    def commit(self, accepted: int, bonus: int) -> None:
-        """Make outcome (accepted, bonus) the trunk by mask alone; a cached branch becomes the draft; `hit` says whether there was one."""
-        found = self.find(accepted, bonus)
-        if self.draft is not None:
-            self.trunk.add(self.draft.slots[0, : min(self.draft.fed, accepted + 1)])
-        self.draft = found[0].column(found[1]) if found is not None else None
-        self.hit, self.backup = found is not None, False
-        tokens = (*self.sent[:accepted], bonus)
-        self.tokens += tokens
-        self.prefix = prefix_hash(tokens, self.prefix)
-        if self.lookup is not None:
-            self.lookup.add(tokens)
-        self.waves, self.sent, self.seen = [], (), None
-        self.trunk.release_all_but(self.draft.slots[0] if self.draft is not None else np.empty(0, dtype=np.int64))
-
-    def forget_draft(self) -> None:
-        """Drop the draft, as if its outcome had not been in the cache."""
-        self.draft = None
-        self.trunk.release_all_but(np.empty(0, dtype=np.int64))
-
-    def plant(self, accepted: np.ndarray, ranks: np.ndarray, steps: int) -> Branches:
-        """Give each chosen candidate a branch of `steps` places, rooted after the accepted tokens and seeing only them."""
-        draft, seen = self.draft, self.seen
-        if draft is None or seen is None:
-            raise RuntimeError(f"{self.request} has no draft to choose outcomes of")
-        drafted = len(self.sent)
-        shown = np.repeat(self.trunk.mask[None], drafted + 1, axis=0)
-        for k in range(drafted + 1):
-            shown[k, draft.slots[0, : k + 1]] = True
-        slots = self.trunk.slots.take(len(accepted) * steps).reshape(steps, len(accepted)).T
-        device = seen.tokens.device
-        after = torch.from_numpy(accepted).to(device, non_blocking=True)
-        bonus = seen.tokens[after, torch.from_numpy(ranks).to(device, non_blocking=True)]
-        ids = None
-        if self.proposer.reads_prefix:
-            texts = [[*self.tokens, *self.sent[:k]] for k in accepted]
-            ids = torch.cat([padded(texts).to(device), bonus[:, None]], 1)
-        roots = Roots(bonus, extend(torch.cat(draft.prefixes)[after], bonus), ids)
-        return Branches(self.proposer, roots, accepted, seen.bonus[accepted, ranks], self.length + accepted, slots, shown[accepted])
-
-
-class Catch:
-    """A row's feed of committed tokens that the model has not seen, and of the draft tokens that others proposed after them."""
-
-    def __init__(self, row: DraftRow, chunk: int, lookahead: int, device: torch.device) -> None:
-        pending = row.pending
-        self.row, self.lookahead, self.device = row, lookahead, device
-        self.whole = len(pending) <= chunk
-        self.given = row.sent if self.whole else ()
-        self.count = min(len(pending), chunk)
-        self.fed = [*pending[:chunk], *self.given]
-
-    def queries(self) -> Queries:
-        """Return what is fed; logits are wanted from the last committed token on."""
-        return chain(self.row.trunk, self.fed, 1 + len(self.given) if self.whole else 0, self.device)
-
-    def take(self, queries: Queries, logits: torch.Tensor) -> None:
-        """Root the row's draft at its last committed token, which is fed now; or only note what was fed, where more is to come."""
-        row, slots = self.row, queries.slots
-        if not self.whole:
-            row.trunk.add(slots)
-            return
-        root = self.count - 1
-        row.trunk.add(slots[:root])
-        own = np.concatenate([slots[root:], row.trunk.slots.take(self.lookahead - len(self.given))])
-        ids = padded([row.tokens]).to(self.device) if row.proposer.reads_prefix else None
-        roots = Roots(torch.tensor(row.tokens[-1:], device=self.device), torch.tensor([row.prefix], device=self.device), ids)
-        visible = row.trunk.mask[None].copy()
-        visible[0, slots[root:]] = True
-        parts = np.zeros(1, dtype=int), np.array(row.tokens[-1:]), np.array([row.length - 1]), own[None], visible
-        row.draft = Branches(row.proposer, roots, *parts, after_hit=False)
-        for place, token in enumerate((*self.given, None)):
-            row.draft.grow(logits[place : place + 1], token)
 
 
 class Drafter:
@@ -221,6 +93,10 @@ class Drafter:
                 row.active, row.age = False, next(self._ages)
                 row.draft, row.waves, row.seen, row.lookup = None, [], None, None
                 row.trunk.cut(row.trunk.length)
+        if not self._active():
+            self.tempo.rest()
+        elif self._builder is None:
+            self._builder = self._building()
 
     def answer(self, message: Outcomes) -> None:
         """Send a draft for each outcome: those in the cache as they are, the others by the backup. The next cache is built by `work`."""
@@ -229,7 +105,8 @@ class Drafter:
         rows = [self._commit(outcome) for outcome in message.outcomes]
         with recorded(self.spans, "draft", "answer", self.round, _names(rows)):
             self._complete(rows)
-            drafts = Drafts(message.round, tuple(self._draft(row) for row in rows))
+            told = self.confidence.counts() if message.round % TELL_EVERY == 0 else ()
+            drafts = Drafts(message.round, tuple(self._draft(row) for row in rows), told)
         self.link.send(drafts)
         self.tempo.sent()
         self._builder = self._building()
@@ -282,31 +159,25 @@ class Drafter:
     def _complete(self, rows: Sequence[DraftRow]) -> None:
         """Draft now what is missing: of branches that are short, and for misses where the backup is `jit`, all of these in one forward a
         step; hits that are complete cost nothing. Where drafts may be of any length, only as long as it speeds the round up."""
-        drafting = [row for row in rows if row.speculates and (row.hit or self.setup.backup == "jit")]
+        late = self.setup.building == "anytime"
+        drafting = [
+            row
+            for row in rows
+            if row.speculates
+            and (row.hit or self.setup.backup == "jit")
+            # Nobody waits for a prompt; but where drafts are to be whole, for one that is read for the first time.
+            and not (len(row.pending) > SHARED_CHUNK and (late or row.resumed))
+        ]
         if self.setup.redraft_all and not all(row.hit for row in rows):
             for row in drafting:
                 row.forget_draft()
         for row in drafting:
             row.backup = not row.hit
         while short := [row for row in drafting if row.drafted < self.setup.num_speculative_tokens]:
-            if self.setup.building == "anytime" and not self._worthwhile(rows, short):
+            lengths = [row.drafted for row in rows], [row.drafted for row in short]
+            if late and not self.tempo.worthwhile(*lengths, sum(max(1, len(row.pending)) for row in short)):
                 return
             self._feed(short, PREFILL_CHUNK)
-
-    def _worthwhile(self, rows: Sequence[DraftRow], short: Sequence[DraftRow]) -> bool:
-        """Whether one more token for each row that is short speeds the round up: expected tokens over seconds, before and after.
-
-        What it hangs on is settled: lengths of drafts, and seconds and acceptance of rounds gone by.
-        """
-        step, verification, a = self.tempo.step(len(short)), self.tempo.verification, self.tempo.acceptance
-        if step is None or verification is None:
-            return True
-        pending = sum(len(row.pending) for row in short)
-        if pending > PREFILL_CHUNK:
-            return False
-        tokens = sum((1 - a ** (row.drafted + 1)) / (1 - a) for row in rows)
-        more = sum(a ** (row.drafted + 1) for row in short)
-        return more * verification > tokens * float(step)
 
     def _feed(self, rows: Sequence[DraftRow], chunk: int, abort: Abort | None = None) -> None:
         """Bring each row one forward on: what is pending, else the next token of its draft."""
@@ -356,7 +227,7 @@ class Drafter:
             share_prefix(row, row.index, self.rows, self.model)
             chunk = SHARED_CHUNK if len(self._active()) > 1 else PREFILL_CHUNK
             with recorded(self.spans, "draft", "prefill", self.round, row.request):
-                self._feed([row], chunk, self._stopped)
+                self._feed([row], chunk, partial(self._stopped, row.request))
             yield
 
     def _waves(self) -> Iterator[None]:
@@ -368,7 +239,8 @@ class Drafter:
         planned, spare = self._ranked(rows)
         for outcomes in (planned, spare) if anytime else (planned,):
             while outcomes:
-                wave = outcomes[: self._width(outcomes)] if anytime else outcomes
+                chances = np.array([outcome[0] for outcome in outcomes])
+                wave = outcomes[: self.tempo.best_width(chances, K)] if anytime else outcomes
                 outcomes = outcomes[len(wave) :]
                 # Meanwhile a request may have been stopped.
                 self._growing = self._planted([outcome for outcome in wave if outcome[1].active])
@@ -380,35 +252,20 @@ class Drafter:
 
     def _ranked(self, rows: Sequence[DraftRow]) -> tuple[list[Ranked], list[Ranked]]:
         """Return the outcomes that the plan grants the rows, and as many further ones, the likeliest first."""
+        total = self.setup.budget * len(rows)
         planned: list[Ranked] = []
         spare: list[Ranked] = []
         for row in rows:
             fan_out = self.setup.fan_out_hit if row.hit else self.setup.fan_out_miss
-            most = max(CANDIDATES, *fan_out) if fan_out else CANDIDATES
-            if row.draft is None:
-                continue
-            row.seen = candidates(row.draft, len(row.sent), row.end_ids, most)
+            row.seen = candidates(row.branch, len(row.sent), row.end_ids, max(CANDIDATES, *fan_out) if fan_out else CANDIDATES)
             chances = self.confidence.chances(kinds(row.proposer), row.seen)
             granted = row.seen.listed(fan_out) if fan_out else np.zeros(chances.shape, dtype=bool)
-            for where, found in ((granted, planned), (~granted & (chances > 0), spare)):
-                found += [(float(chances[k, r]), row, int(k), int(r)) for k, r in zip(*np.nonzero(where), strict=True)]
+            planned += _likeliest(row, chances, granted, sum(fan_out))
+            # A row has slots for as many again, and no more.
+            spare += _likeliest(row, chances, ~granted & (chances > 0), sum(fan_out) or 2 * total)
         for found in (planned, spare):
             found.sort(key=lambda outcome: -outcome[0])
-        if self.setup.budget:
-            total = self.setup.budget * len(rows)
-            return spare[:total], spare[total : 2 * total]
-        return planned, spare[: len(planned)]
-
-    def _width(self, outcomes: Sequence[Ranked]) -> int:
-        """Return how many outcomes, the likeliest first, to draft for together: those that are worth most in the time that is left."""
-        widths = np.arange(1, len(outcomes) + 1)
-        step, left = self.tempo.step(widths), self.tempo.left()
-        if step is None or left is None:
-            return len(outcomes)
-        K, a = self.setup.num_speculative_tokens, self.tempo.acceptance
-        steps = np.minimum(K, np.maximum(left, float(step[0])) // step)
-        worth = np.cumsum([outcome[0] for outcome in outcomes]) * (1 - a**steps)
-        return int(widths[np.argmax(worth)])
+        return (spare[:total], spare[total : 2 * total]) if total else (planned, spare)
 
     def _planted(self, wave: Sequence[Ranked]) -> list[tuple[DraftRow, Branches]]:
         steps = self.setup.num_speculative_tokens + 1
@@ -443,12 +300,21 @@ class Drafter:
             for row, branches in self._growing
         )
 
-    def _stopped(self) -> bool:
-        return isinstance(self.link.peek(), Stop)
+    def _stopped(self, request: str) -> bool:
+        message = self.link.peek()
+        return isinstance(message, Stop) and message.request == request
 
 
 # An outcome to draft for: its estimated probability, its row, accepted draft tokens and the rank of its bonus there.
 Ranked = tuple[float, DraftRow, int, int]
+
+
+def _likeliest(row: DraftRow, chances: np.ndarray, among: np.ndarray, most: int) -> list[Ranked]:
+    """Return up to `most` outcomes of a row among those that are marked, [places, R] each."""
+    marked = np.flatnonzero(among)
+    best = marked[np.argsort(-chances.flat[marked], kind="stable")][:most]
+    places, ranks = np.divmod(best, chances.shape[1])
+    return [(float(chances[k, r]), row, int(k), int(r)) for k, r in zip(places, ranks, strict=True)]
 
 
 def _names(rows: Iterable[DraftRow]) -> str:

@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from ssd.engine.link import (
     Boot,
-    Calibrations,
     Failed,
     Link,
     LinkError,
@@ -29,7 +29,6 @@ from ssd.engine.link import (
     Spans,
     Start,
     Stop,
-    TakeCalibration,
     TakeSpans,
 )
 
@@ -56,8 +55,20 @@ def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
             env={**os.environ, "PYTHONPATH": path},
         )
     link = Link(Connection(ours.detach()))
-    link.send(boot)
+    try:
+        link.send(boot)
+    except LinkError:
+        end(process, link)
+        raise
     return process, link
+
+
+def end(process: subprocess.Popen[bytes], link: Link) -> None:
+    """End a draft's process, whatever it is doing."""
+    with suppress(OSError):
+        process.kill()
+    process.wait()
+    link.close()
 
 
 def serve(link: Link) -> None:
@@ -127,9 +138,7 @@ def obey(drafter: Drafter, link: Link, message: object) -> None:
         case Score():
             confidence = Confidence()
             ranks = rank_tokens(drafter.loaded, message.tokens, message.start, confidence)
-            link.send(Scored(tuple(ranks), tuple(confidence.calibrations.items())))
-        case TakeCalibration():
-            link.send(Calibrations(tuple(drafter.confidence.calibrations.items())))
+            link.send(Scored(tuple(ranks), confidence.counts()))
         case TakeSpans():
             link.send(Spans(tuple(drafter.spans)))
             drafter.spans.clear()

@@ -29,21 +29,26 @@ from ssd.engine.text import Text
 from ssd.engine.worker import Delivery, Job, Worker
 from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
-from theory.calibration import Calibration
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 LONGEST_DEADLINE = 86400.0
 MAX_WAITING = 1024
+# How often a task looks whether there is room to wait in.
+ROOM_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the draft is at work (`ok`), was lost and why (`lost`), or is not wanted (`none`); how often it was started again."""
+    """Whether the draft is at work (`ok`), was lost and why (`lost`), or is not wanted (`none`); how often it was started again.
+
+    failed: the error in the target's own process that ended the engine.
+    """
 
     draft: str
     reason: str | None = None
     restarts: int = 0
+    failed: str | None = None
 
 
 class Engine:
@@ -55,8 +60,8 @@ class Engine:
         """Check, then load both models.
 
         deadline: the longest wait for a draft, seconds, after which decoding goes on without it. max_num_seqs: requests decoded together,
-        as many as the plan's workload has unless said otherwise. max_waiting: requests that may wait for their turn; whoever asks for more
-        waits to be heard. restart: whether a draft that is lost is started again, with back-off.
+        as many as the plan's workload has unless said otherwise. max_waiting: requests that may wait for their turn, of all callers
+        together; whoever asks for more waits to be heard. restart: whether a draft that is lost is started again, with back-off.
         """
         if not isinstance(plan, Plan):
             raise ValueError(f"plan={plan!r} is no Plan: make one with ssd.plan or read one with Plan.load")
@@ -72,7 +77,7 @@ class Engine:
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._setup: Setup | None = None
         self._worker = Worker(_count("max_waiting", max_waiting))
-        self._close: Callable[[], object] = weakref.finalize(self, _shut, self._worker, None)
+        self._close = weakref.finalize(self, _shut, self._worker, None)
         try:
             self._start(plan)
         except BaseException:
@@ -101,6 +106,7 @@ class Engine:
             boot = self._boot(plan)
             respawn = (lambda: spawn(boot)) if self._restart else None
             self.peer = DraftPeer(*spawn(boot), self.deadline, self.pair.target.vocab_size, respawn)
+            self._close.detach()
             self._close = weakref.finalize(self, _shut, self._worker, self.peer)
         device = torch_device(plan.placement.target)
         with pinned(plan.placement.target):
@@ -185,7 +191,7 @@ class Engine:
         done: dict[Job, RequestOutput] = {}
         try:
             for job in jobs:
-                await asyncio.to_thread(self._worker.submit, job)
+                await self._asubmit(job)
             while len(done) < len(jobs):
                 _keep(done, await box.get())
         finally:
@@ -212,15 +218,13 @@ class Engine:
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[StreamChunk]:
         """Do what `stream` does as an async iterator; leaving it, or cancelling its task, ends the request."""
-        self._worker.check()
-        self._streamed(prompt, params, lambda _: None)
-        return self._astream(prompt, params)
+        return self._astream(self._streamed(prompt, params, lambda _: None))
 
-    async def _astream(self, prompt: Prompt, params: SamplingParams | None) -> AsyncIterator[StreamChunk]:
-        box, put = _async_box()
-        job, last = self._streamed(prompt, params, put), False
+    async def _astream(self, job: Job) -> AsyncIterator[StreamChunk]:
+        box, job.deliver = _async_box()
+        last = False
         try:
-            await asyncio.to_thread(self._worker.submit, job)
+            await self._asubmit(job)
             while not last:
                 chunk = _chunk(await box.get())
                 last = chunk.output is not None
@@ -228,6 +232,11 @@ class Engine:
         finally:
             if not last:
                 self._worker.cancel(job)
+
+    async def _asubmit(self, job: Job) -> None:
+        """Submit without blocking the event loop, or one of its threads, while the room is full."""
+        while not self._worker.submit(job, patient=False):
+            await asyncio.sleep(ROOM_SECONDS)
 
     def metrics(self) -> Metrics:
         """Return the sums over all requests gone by; seconds in all are wall clock with something to decode, others summed by request."""
@@ -246,10 +255,13 @@ class Engine:
         return Timeline(sorted(spans, key=lambda span: span.start), rounds)
 
     def health(self) -> Health:
-        """Return whether the draft is at work."""
+        """Return whether the draft is at work, and what ended the engine if something has."""
+        failed = self._worker.failed
+        ended = None if failed is None else f"{type(failed).__name__}: {failed}"
         if self.peer is None or self.plan.mode == "ar":
-            return Health("none")
-        return Health("ok" if self.peer.lost is None else "lost", self.peer.lost, self.peer.restarts)
+            return Health("none", failed=ended)
+        lost = self.peer.lost
+        return Health("ok" if lost is None else "lost", lost, self.peer.restarts, ended)
 
     def close(self) -> None:
         """End the draft's process and let the models go; harmless when called twice. Requests on their way get a ValueError."""
@@ -321,7 +333,7 @@ class Engine:
 
 def _shut(worker: Worker, peer: DraftPeer | None) -> None:
     """End the worker's thread and the draft's process."""
-    worker.close(peer.process.kill if peer is not None else lambda: None)
+    worker.close(lambda: peer.process.kill() if peer is not None else None)
     if peer is not None:
         peer.close(Shutdown())
 
@@ -338,7 +350,7 @@ def _setup(plan: Configuration) -> Setup:
         saguaro=plan.saguaro,
         budget=plan.budget,
         building=plan.building,
-        calibration=tuple((one.kind, Calibration.from_lists(one.trials, one.successes)) for one in known),
+        calibration=tuple((one.kind, one.trials, one.successes) for one in known),
     )
 
 

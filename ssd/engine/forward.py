@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
-from ssd.engine.kv import Abort, SlotCache, Spread
+from ssd.engine.kv import Abort, SlotCache, Spread, Trunk
 from ssd.models import LoadedModel
 
 # Attention reads whole blocks of slots: few distinct shapes, little read in vain.
@@ -101,3 +101,10 @@ class SlotModel:
         seen = self._upload(visible)[:, None]
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~seen, torch.finfo(self.dtype).min).repeat(1, 1, self.groups, 1)
+
+
+def chain(trunk: Trunk, tokens: Sequence[int], wanted: int, device: torch.device) -> Queries:
+    """Return queries that feed `tokens` after the text; logits are wanted after the last so many."""
+    slots, visible = trunk.chain(len(tokens))
+    positions = np.arange(trunk.length, trunk.length + len(tokens))
+    return Queries(torch.tensor(tokens, device=device), positions, slots, visible, wanted)

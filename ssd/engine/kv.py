@@ -9,7 +9,7 @@ padding of narrower rows; attention alone spreads them over their rows (`Spread`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,13 +142,6 @@ class Trunk:
         visible = np.repeat(self.mask[None], count, axis=0)
         visible[:, slots] = np.tri(count, dtype=bool)
         return slots, visible
-
-
-def common(text: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two texts have in common at their beginnings."""
-    size = min(len(text), len(other))
-    differ = np.flatnonzero(np.asarray(text[:size]) != np.asarray(other[:size]))
-    return int(differ[0]) if len(differ) else size
 
 
 def slot_attention(

@@ -9,16 +9,18 @@ import os
 import pickle
 import socket
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from sim.timeline import Span
 from ssd.engine.packed import Laws
 from ssd.specs import Placement, SamplingParams
-from theory.calibration import Calibration
 
 T = TypeVar("T")
+
+# A kind of confidence with its trials and successes in each bin (theory.calibration).
+Counts = tuple[str, tuple[float, ...], tuple[float, ...]]
 
 
 class LinkError(Exception):
@@ -62,7 +64,7 @@ class Setup:
     saguaro: tuple[float, ...] = ()
     budget: int = 0
     building: str = "fixed"
-    calibration: tuple[tuple[str, Calibration], ...] = field(default=(), compare=False)
+    calibration: tuple[Counts, ...] = ()
     # As the paper's code does it, for comparison: one row that misses has the whole batch drafted anew, hits included.
     redraft_all: bool = False
 
@@ -112,10 +114,12 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Draft to target: a draft for each outcome of round `round`."""
+    """Draft to target: a draft for each outcome of round `round`; now and then, what its confidence has been worth, to be told again
+    should it have to be restarted."""
 
     round: int
     drafts: tuple[Draft, ...]
+    calibration: tuple[Counts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +158,7 @@ class Scored:
     """Draft to target: the ranks, 1 for the draft's own choice, and what its confidence was worth."""
 
     ranks: tuple[int, ...]
-    calibrations: tuple[tuple[str, Calibration], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TakeCalibration:
-    """Target to draft: say what its confidences have been worth so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calibrations:
-    """Draft to target: the counts of each kind of confidence."""
-
-    calibrations: tuple[tuple[str, Calibration], ...]
+    calibration: tuple[Counts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +218,15 @@ class Link:
         try:
             if deadline is not None and not self._connection.poll(deadline):
                 raise LinkError(f"no message within {deadline:g} s")
-            return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError, ValueError) as error:
+            message = self._connection.recv_bytes()
+        except LinkError:
+            raise
+        except Exception as error:
             raise LinkError(f"the peer is gone ({type(error).__name__})") from error
-        except (pickle.UnpicklingError, AttributeError, ImportError, IndexError, TypeError) as error:
+        try:
+            return pickle.loads(message)
+        except Exception as error:
+            # Whatever bytes make of pickle, it is the peer's fault.
             raise LinkError(f"a malformed message ({type(error).__name__}: {error})") from error
 
     def expect(self, *kinds: type[T], deadline: float | None = None) -> T:

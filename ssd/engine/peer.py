@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
 from typing import TypeVar
 
+from ssd.devices import available_cores
+from ssd.engine.draft_process import end
 from ssd.engine.link import Draft, Drafts, Link, LinkError, Outcomes, Ready, Setup
 
 logger = logging.getLogger(__name__)
@@ -49,7 +53,9 @@ class DraftPeer:
         self._loading: Spawned | None = None
         self._spare: Spawned | None = None
         self._closed = threading.Event()
-        self._lock = threading.Lock()
+        # Re-entrant: an engine may be collected, and closed, in the midst of it.
+        self._lock = threading.RLock()
+        self._cores = available_cores()
         link.give_up_after(deadline)
 
     def configure(self, setup: Setup) -> bool:
@@ -83,6 +89,8 @@ class DraftPeer:
         try:
             message, self._early = self._early or self._await(Drafts), None
             self._check(message, round_index, requests)
+            if message.calibration and self._setup is not None:
+                self._setup = replace(self._setup, calibration=message.calibration)
         except LinkError as error:
             self.lose(str(error))
             return {}
@@ -129,7 +137,7 @@ class DraftPeer:
         self.lost = reason
         self.known.clear()
         self._awaited = self._early = None
-        _end(self.process, self.link)
+        end(self.process, self.link)
         if self._respawn is None or self._closed.is_set():
             logger.warning("draft lost: %s; decoding goes on without it", reason)
             return
@@ -141,15 +149,22 @@ class DraftPeer:
 
     def _restart(self, wait: float) -> None:
         """Start processes, each after a longer wait, until one is ready; it is then kept until `take_back`."""
+        if hasattr(os, "sched_setaffinity"):
+            # This thread was begun by one that is pinned to the target's cores, where a process that loads would be in the way.
+            os.sched_setaffinity(0, self._cores)
         while self._respawn is not None and not self._closed.wait(wait):
-            with self._lock:
+            try:
+                with self._lock:
+                    if self._closed.is_set():
+                        return
+                    self._loading = self._respawn()
+                self._loading[1].expect(Ready, deadline=LOAD_DEADLINE)
+            except Exception as error:
+                if self._loading is not None:
+                    end(*self._loading)
+                    self._loading = None
                 if self._closed.is_set():
                     return
-                self._loading = self._respawn()
-            try:
-                self._loading[1].expect(Ready, deadline=LOAD_DEADLINE)
-            except LinkError as error:
-                _end(*self._loading)
                 wait, self._back_off = self._back_off, min(2 * self._back_off, LONGEST_BACK_OFF)
                 logger.warning("the draft did not start again: %s; next try in %g s", error, wait)
                 continue
@@ -182,11 +197,4 @@ class DraftPeer:
         with self._lock:
             started = [pair for pair in (self._loading, self._spare) if pair is not None]
         for process, link in [(self.process, self.link), *started]:
-            _end(process, link)
-
-
-def _end(process: subprocess.Popen[bytes], link: Link) -> None:
-    with suppress(OSError):
-        process.kill()
-    process.wait()
-    link.close()
+            end(process, link)

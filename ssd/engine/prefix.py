@@ -1,4 +1,5 @@
-"""Prompts that begin alike: a row that was left keeps its text, and a new request takes over, or copies, what it has in common with one."""
+"""Prompts, fed in pieces; and those that begin alike: a row that was left keeps its text, and a new request takes over, or copies, what it
+has in common with one."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
-import torch
 
-from ssd.engine.forward import Queries, SlotModel
-from ssd.engine.kv import Trunk, common
+from ssd.engine.forward import SlotModel
+from ssd.engine.kv import Trunk
 
+# Of prompts, so many tokens a forward; fewer beside requests that are being decoded: their rounds are not to take much longer. The same for
+# target and draft, so that the draft has read a prompt about when the target has.
+PREFILL_CHUNK = 256
+SHARED_CHUNK = 64
 # Fewer tokens than this are fed again sooner than they are copied.
 WORTH_COPYING = 16
 
@@ -25,13 +29,6 @@ class Row(Protocol):
 
 
 R = TypeVar("R", bound=Row)
-
-
-def chain(trunk: Trunk, tokens: Sequence[int], wanted: int, device: torch.device) -> Queries:
-    """Return queries that feed `tokens` after the text; logits are wanted after the last so many."""
-    slots, visible = trunk.chain(len(tokens))
-    positions = np.arange(trunk.length, trunk.length + len(tokens))
-    return Queries(torch.tensor(tokens, device=device), positions, slots, visible, wanted)
 
 
 def place_for(prompt: Sequence[int], rows: Sequence[R | None], model: SlotModel) -> tuple[int, Trunk]:
@@ -70,5 +67,17 @@ def share_prefix(row: R, index: int, rows: Sequence[R | None], model: SlotModel)
         row.trunk.add(slots)
 
 
+def gains_by_waiting(row: R, others: Sequence[R]) -> bool:
+    """Whether another row, which is being fed in this very forward, will soon hold more of how this row's text begins."""
+    return any(min(common(row.tokens, other.tokens), len(row.tokens) - 1) - row.trunk.length >= WORTH_COPYING for other in others)
+
+
 def _shared(text: Sequence[int], row: Row) -> int:
     return min(common(text, row.tokens), row.trunk.length, len(text) - 1)
+
+
+def common(text: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two texts have in common at their beginnings."""
+    size = min(len(text), len(other))
+    differ = np.flatnonzero(np.asarray(text[:size]) != np.asarray(other[:size]))
+    return int(differ[0]) if len(differ) else size

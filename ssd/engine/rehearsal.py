@@ -9,9 +9,8 @@ from time import monotonic
 import numpy as np
 import torch
 
-from ssd.engine.cache import Candidates
+from ssd.engine.cache import CANDIDATES, Candidates
 from ssd.engine.confidence import GREEDY, Confidence
-from ssd.engine.draft import CANDIDATES
 from ssd.engine.forward import Queries, SlotModel
 from ssd.models import LoadedModel
 

@@ -13,8 +13,9 @@ from sim.metrics import Metrics, Round
 from sim.timeline import Span
 from ssd.engine.link import Draft, Outcome, Outcomes, Start, Stop
 from ssd.engine.peer import DraftPeer
+from ssd.engine.prefix import PREFILL_CHUNK, SHARED_CHUNK
 from ssd.engine.spans import recorded
-from ssd.engine.target import PREFILL_CHUNK, Proposal, Target, TokenLogprobs, Verdict
+from ssd.engine.target import Proposal, Target, TokenLogprobs, Verdict
 from ssd.engine.text import Text
 from ssd.engine.waiting import WaitingRoom
 from ssd.specs import SamplingParams
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # A draft whose tokens are hardly ever right is a mistake its user should hear of.
 WARN_AFTER_ROUNDS, WARN_BELOW_RATE = 32, 0.1
-# Of a prompt that is fed beside other requests, so many tokens a round: their rounds are not to take much longer.
-SHARED_CHUNK = 64
 
 
 @dataclass(eq=False)
@@ -134,16 +133,15 @@ class Scheduler:
         asked = monotonic()
         begun = {row: request for row, request in self.running.items() if request.output}
         proposals = {row: self._proposal(request, drafts) for row, request in begun.items()}
-        fed = self.target.feeding()
         names = ", ".join(request.request_id for request in self.running.values())
         with recorded(self.spans, "target", "verify" if proposals else "prefill", index, names):
-            verdicts = self.target.round(proposals, SHARED_CHUNK if len(self.running) > 1 else PREFILL_CHUNK)
+            verdicts = self.target.round(proposals, SHARED_CHUNK if proposals else PREFILL_CHUNK)
         verified = monotonic()
         wait = asked - self._told.at if self._told.at and drafts else 0.0
         gains = self._settle(index, proposals, verdicts)
         for row, kept in gains.items():
             request = self.running[row]
-            if row == fed:
+            if row not in begun:
                 request.first_token = monotonic()
             else:
                 draft = drafts.get(request.request_id, Draft(request.request_id))
@@ -180,7 +178,8 @@ class Scheduler:
         """Wait for the drafts of round `index`, counting from the outcomes' leaving: on a shared core the draft works from then on."""
         if self.peer is None:
             return {}
-        drafts = self.peer.drafts()
+        running = {request.request_id for request in self.running.values()}
+        drafts = {name: draft for name, draft in self.peer.drafts().items() if name in running}
         if drafts:
             self.spans.append(Span("target", "wait", self._told.at, monotonic(), index, ", ".join(drafts)))
         return drafts

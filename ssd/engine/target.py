@@ -9,15 +9,13 @@ from itertools import accumulate, count
 import numpy as np
 import torch
 
-from ssd.engine.forward import Queries, SlotModel
+from ssd.engine.forward import Queries, SlotModel, chain
 from ssd.engine.kv import Trunk
 from ssd.engine.packed import Laws
-from ssd.engine.prefix import chain, place_for, share_prefix
+from ssd.engine.prefix import PREFILL_CHUNK, gains_by_waiting, place_for, share_prefix
 from ssd.models import LoadedModel
 from ssd.sampling import Before, Parameters, Proposed, Purpose, log_law, noise_key, padded, prefix_hash, processed, verify
 from ssd.specs import SamplingParams
-
-PREFILL_CHUNK = 256
 
 TokenLogprobs = dict[int, float]
 
@@ -111,25 +109,15 @@ class Target:
             row.active, row.age = False, next(self._ages)
             row.trunk.cut(row.trunk.length)
 
-    def feeding(self) -> int | None:
-        """Return the row whose prompt is being fed: the first that came."""
-        found = [index for index, row in enumerate(self.rows) if row is not None and row.active and not row.begun]
-        return min(found, key=lambda index: self._row(index).age, default=None)
-
     def round(self, proposals: Mapping[int, Proposal], chunk: int = PREFILL_CHUNK) -> dict[int, Verdict]:
-        """Verify a proposal for each row that has begun, and feed up to `chunk` tokens of one prompt, all in one forward.
+        """Verify a proposal for each row that has begun, and feed up to `chunk` tokens of prompts, all in one forward.
 
         Return what the rows emit, each by its own parameters; a row whose prompt is fed emits its first token.
         """
         fed = {index: self._fed(index, proposal.tokens) for index, proposal in proposals.items()}
-        judged = dict(proposals)
-        if (beginner := self.feeding()) is not None:
-            # What another row holds already is taken over first: it may be all but the last token.
-            share_prefix(self._row(beginner), beginner, self.rows, self.model)
-            whole = len(self._row(beginner).unfed) <= chunk
-            fed[beginner] = self._prompt(beginner, chunk, whole)
-            if whole:
-                judged[beginner] = Proposal()
+        prompts, whole = self._prompts(chunk)
+        judged = {**proposals, **dict.fromkeys(whole, Proposal())}
+        fed |= prompts
         logits = self.model.forward(fed)
         indices = sorted(judged)
         rows, drafts = [self._row(index) for index in indices], [judged[index] for index in indices]
@@ -155,9 +143,21 @@ class Target:
         row = self._row(index)
         return chain(row.trunk, [*row.unfed, *drafted], 1 + len(drafted), self.model.device)
 
-    def _prompt(self, index: int, chunk: int, whole: bool) -> Queries:
-        row = self._row(index)
-        return chain(row.trunk, row.unfed[:chunk], int(whole), self.model.device)
+    def _prompts(self, chunk: int) -> tuple[dict[int, Queries], list[int]]:
+        """Return what is fed of prompts, up to `chunk` tokens in all, in the order in which they came, and whose then are fed whole."""
+        fed: dict[int, Queries] = {}
+        whole: list[int] = []
+        waiting = [index for index, row in enumerate(self.rows) if row is not None and row.active and not row.begun]
+        for index in sorted(waiting, key=lambda index: self._row(index).age):
+            row = self._row(index)
+            # What another row holds already is taken over first: it may be all but the last token.
+            share_prefix(row, index, self.rows, self.model)
+            if chunk and not gains_by_waiting(row, [self._row(other) for other in fed]):
+                tokens = row.unfed[:chunk]
+                whole += [index] if len(tokens) == len(row.unfed) else []
+                fed[index] = chain(row.trunk, tokens, int(len(tokens) == len(row.unfed)), self.model.device)
+                chunk -= len(tokens)
+        return fed, whole
 
     def _judge(self, logits: Sequence[torch.Tensor], rows: Sequence[TargetRow], drafts: Sequence[Proposal]) -> list[Verdict]:
         """Return what each of n rows emits. logits `[K+1, vocabulary]` of each row's draft of K tokens; one transfer to the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import monotonic
 
 import numpy as np
@@ -57,6 +58,35 @@ class Tempo:
         # More tokens never take less time, and no tokens never less than none.
         slope = min(max(0.0, (n * xy - x * y) / spread), y / x) if spread > 1e-9 else 0.0
         return np.asarray((y - slope * x) / n + slope * np.asarray(tokens))
+
+    def best_width(self, chances: np.ndarray, K: int) -> int:
+        """Return for how many outcomes, the likeliest first, to draft up to K tokens together: those that are worth most in time.
+
+        chances: of each outcome, falling. Worth: the chance that one of them comes true, times the tokens that will then be there.
+        """
+        widths = np.arange(1, len(chances) + 1)
+        step, left = self.step(widths), self.left()
+        if step is None or left is None:
+            return len(chances)
+        steps = np.minimum(K, np.maximum(left, step[0]) // step)
+        return int(widths[np.argmax(np.cumsum(chances) * (1 - self.acceptance**steps))])
+
+    def worthwhile(self, drafted: Sequence[int], short: Sequence[int], tokens: int) -> bool:
+        """Whether one more token for each row that is short speeds the round up: expected tokens over seconds, with it and without.
+
+        drafted: draft tokens of every row so far, short: of those that are short; tokens: what the step feeds. It hangs on what is settled:
+        lengths of drafts, and seconds and acceptance of rounds gone by.
+        """
+        step, a = self.step(tokens), self.acceptance
+        if step is None or self.verification is None:
+            return True
+        expected = sum((1 - a ** (count + 1)) / (1 - a) for count in drafted)
+        more = sum(a ** (count + 1) for count in short)
+        return more * self.verification > expected * float(step)
+
+    def rest(self) -> None:
+        """Note that nothing is under way: what comes next is no outcome that was waited for."""
+        self._sent = None
 
     def verified(self, accepted: int, drafted: int) -> None:
         """Note an outcome."""

@@ -41,9 +41,3 @@ class WaitingRoom(Generic[T]):
                     del self._queues[caller]
                 return True
         return False
-
-    def clear(self) -> list[T]:
-        """Empty the room and return who was in it."""
-        found = [item for queue in self._queues.values() for item in queue]
-        self._queues.clear()
-        return found

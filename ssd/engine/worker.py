@@ -64,16 +64,20 @@ class Worker:
         """Return a number for a new caller, whose requests take turns with those of others."""
         return next(self._numbers)
 
-    def submit(self, job: Job) -> None:
-        """Let a request wait for its turn; where too many wait already, first wait for room. RuntimeError once the engine has failed."""
+    def submit(self, job: Job, *, patient: bool = True) -> bool:
+        """Let a request wait for its turn; where too many wait already, wait for room first, or return False if not `patient`.
+
+        ValueError or RuntimeError once the engine is closed or has failed.
+        """
         with self._condition:
-            self._condition.wait_for(
-                lambda: self._closed or self.failed is not None or job.cancelled or self._waiting() < self._max_waiting
-            )
+            if patient:
+                self._condition.wait_for(lambda: self._ended or self._waiting() < self._max_waiting)
             self.check()
-            if not job.cancelled:
-                self._adding += 1
-                self._post(lambda: self._add(job))
+            if self._waiting() >= self._max_waiting:
+                return False
+            self._adding += 1
+            self._post(lambda: self._add(job))
+            return True
 
     def check(self) -> None:
         """Refuse where nothing can be decoded any more."""
@@ -127,14 +131,26 @@ class Worker:
                 self._condition.wait_for(lambda: self._inbox or self._closed or self._busy)
                 if self._closed:
                     self.failed = self.failed or ValueError("the engine was closed before the request was done")
-                actions, self._inbox = self._inbox, deque()
-            for action in actions:
-                action()
-            if self._closed:
-                break
-            if self._busy:
-                self._turn()
+            try:
+                self._obey()
+                if self._closed:
+                    break
+                if self._busy:
+                    self._turn()
+            except BaseException as error:
+                self.failed = error
+                logger.exception("decoding failed; the engine must be started again")
+                self._fail(_failure(error))
+            with self._condition:
+                self._condition.notify_all()
         self._fail(self.failed or ValueError("closed"))
+
+    def _obey(self) -> None:
+        """Do what others have asked for; what they asked with is let go, so that an engine that is dropped is not kept here."""
+        with self._condition:
+            actions, self._inbox = self._inbox, deque()
+        while actions:
+            actions.popleft()()
 
     @property
     def _busy(self) -> bool:
@@ -144,17 +160,9 @@ class Worker:
         if self.scheduler is None:
             return
         begin = monotonic()
-        try:
-            gains = self.scheduler.step()
-            for request, tokens in gains:
-                self._gain(self._jobs[request], tokens)
-        except BaseException as error:
-            self.failed = error
-            logger.exception("decoding failed; the engine must be started again")
-            self._fail(_failure(error))
+        for request, tokens in self.scheduler.step():
+            self._gain(self._jobs[request], tokens)
         self.busy_seconds += monotonic() - begin
-        with self._condition:
-            self._condition.notify_all()
 
     def _gain(self, job: Job, tokens: tuple[int, ...]) -> None:
         request = job.request

@@ -304,6 +304,4 @@ def test_who_leaves_the_room_is_not_served():
     assert room.remove("b")
     assert not room.remove("b")
     assert [room.next(), room.next()] == ["a", "c"]
-    room.add(2, "d")
-    assert room.clear() == ["d"]
     assert len(room) == 0

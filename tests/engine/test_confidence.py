@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from ssd.engine import tempo as tempo_module
 from ssd.engine.cache import Branches, Roots, candidates
 from ssd.engine.confidence import GREEDY, Confidence, kinds
-from ssd.engine.draft import Drafter
 from ssd.engine.link import Start
 from ssd.engine.proposer import Proposer
 from ssd.engine.rehearsal import rank_tokens
@@ -151,55 +148,50 @@ def test_acceptance_follows_the_outcomes():
 # --- waves ---
 
 
-def planner(step: float, each: float, verification: float, K: int = 4) -> Drafter:
-    """A drafter that knows these seconds and nothing else."""
-    drafter = Drafter.__new__(Drafter)
-    drafter.setup, drafter.tempo = setup(K, budget=8, building="anytime"), Tempo()
+def paced(step: float, each: float, left: float) -> Tempo:
+    """A tempo that knows these seconds and nothing else."""
+    tempo = Tempo()
     for size in (1, 2, 4, 8, 16, 1, 8):
-        drafter.tempo.stepped(size, step + each * size)
-    drafter.tempo.left = lambda: verification
-    return drafter
+        tempo.stepped(size, step + each * size)
+    tempo.left = lambda: left
+    return tempo
 
 
-CHANCES = [0.4, 0.2, 0.1, 0.08, 0.05, 0.02, 0.01, 0.01]
-OUTCOMES = [(chance, None, 0, place) for place, chance in enumerate(CHANCES)]
+CHANCES = np.array([0.4, 0.2, 0.1, 0.08, 0.05, 0.02, 0.01, 0.01])
 
 
 @pytest.mark.parametrize(
-    ("step", "each", "verification", "width"),
+    ("step", "each", "left", "width"),
     [(0.01, 0.0, 1.0, 8), (0.01, 0.01, 10.0, 8), (0.1, 0.05, 0.16, 1), (0.01, 0.1, 0.46, 1)],
 )
-def test_a_wave_is_as_wide_as_its_tokens_come_in_time(step, each, verification, width):
-    assert planner(step, each, verification)._width(OUTCOMES) == width
+def test_a_wave_is_as_wide_as_its_tokens_come_in_time(step, each, left, width):
+    assert paced(step, each, left).best_width(CHANCES, 4) == width
 
 
 @given(st.floats(1e-3, 0.2), st.floats(0, 0.05), st.floats(1e-3, 2), st.integers(1, 6))
-def test_no_other_width_is_worth_more(step, each, verification, K):
-    drafter = planner(step, each, verification, K)
-    a = drafter.tempo.acceptance
+def test_no_other_width_is_worth_more(step, each, left, K):
+    tempo = paced(step, each, left)
+    a = tempo.acceptance
 
     def worth(width: int) -> float:
-        seconds = float(drafter.tempo.step(width))
-        steps = min(K, max(verification, float(drafter.tempo.step(1))) // seconds)
-        return sum(CHANCES[:width]) * sum(a ** (j + 1) for j in range(int(steps)))
+        seconds = float(tempo.step(width))
+        steps = min(K, max(left, float(tempo.step(1))) // seconds)
+        return CHANCES[:width].sum() * sum(a ** (j + 1) for j in range(int(steps)))
 
-    assert worth(drafter._width(OUTCOMES)) == pytest.approx(max(worth(width) for width in range(1, 9)))
+    assert worth(tempo.best_width(CHANCES, K)) == pytest.approx(max(worth(width) for width in range(1, 9)))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.floats(0.01, 0.5), st.floats(0.01, 0.5))
-def test_a_short_draft_is_completed_just_as_far_as_it_speeds_the_round_up(lengths, step, verification):
-    drafter = planner(step, 0.0, verification)
-    drafter.tempo.verification = verification
-    rows = [SimpleNamespace(drafted=length, pending=[]) for length in lengths]
-    short = [row for row in rows if row.drafted < 4]
-    if not short:
-        return
-    a = drafter.tempo.acceptance
-
-    def speed(extra: int) -> float:
-        tokens = sum(sum(a**j for j in range(row.drafted + 1 + (extra if row in short else 0))) for row in rows)
-        return tokens / (verification + extra * step)
-
+def test_a_short_draft_is_completed_just_as_far_as_it_speeds_the_round_up(drafted, step, verification):
+    tempo = paced(step, 0.0, 1.0)
+    tempo.verification = verification
+    short = [count for count in drafted if count < 4]
+    a = tempo.acceptance
     # To first order: tokens gained a second of drafting, against tokens a second without it.
-    gain = sum(a ** (row.drafted + 1) for row in short) / step
-    assert drafter._worthwhile(rows, short) == (gain > speed(0))
+    speed = sum(sum(a**j for j in range(count + 1)) for count in drafted) / verification
+    assert tempo.worthwhile(drafted, short, 1) == (sum(a ** (count + 1) for count in short) / step > speed)
+
+
+def test_what_is_not_measured_yet_holds_nothing_back():
+    assert Tempo().best_width(CHANCES, 4) == len(CHANCES)
+    assert Tempo().worthwhile([0], [0], 1)
