@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
-from sim.metrics import Metrics
+from sim.metrics import Metrics, Round
 from ssd.engine.engine import Engine
 from ssd.prompts import prompts
 from ssd.specs import Configuration, Hardware, Models, Placement, Plan, SamplingParams
@@ -41,6 +41,7 @@ class Done:
 
     metrics: Metrics
     tokens_per_second: float
+    rounds: tuple[Round, ...] = ()
 
 
 Table = list[tuple[str, list[Done]]]
@@ -110,7 +111,8 @@ class Bench:
         if self.engine.health().draft == "lost":
             raise SystemExit(f"the draft was lost: {self.engine.health().reason}")
         metrics = reduce(Metrics.plus, [output.metrics for output in outputs])
-        return Done(metrics, sum(1 / (output.metrics.time_per_output_token or float("inf")) for output in outputs))
+        together = sum(1 / (output.metrics.time_per_output_token or float("inf")) for output in outputs)
+        return Done(metrics, together, tuple(entry for output in outputs for entry in output.rounds))
 
 
 def lists(fan_out: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -215,7 +217,7 @@ def backups(bench: Bench) -> None:
         for name in ways:
             curves.setdefault(name, []).append(speed(found[name]) / size)
         if size == 1:
-            measured = {name: reduce(Metrics.plus, [run.metrics for run in found[name]]) for name in ("jit", "none")}
+            measured = {name: found[name] for name in ("jit", "none")}
     if measured is not None:
         slow, *fast = ([1 / value for value in curves[name]] for name in ("jit", "none", "ngram"))
         ahead = [f"{name} from {first_ahead(sizes, slow, times):g}" for name, times in zip(("none", "ngram"), fast, strict=True)]
@@ -223,11 +225,12 @@ def backups(bench: Bench) -> None:
     plot(bench, "backups", "batch", "tokens/s of a request", sizes, curves)
 
 
-def crossing(measured: dict[str, Metrics]) -> str:
-    """Theorem 17 with what batch 1 measured: hits, tokens a round, and the wait of a miss over a verification."""
-    jit, none = measured["jit"], measured["none"]
+def crossing(measured: dict[str, list[Done]]) -> str:
+    """Theorem 17 with what batch 1 measured: hits, tokens a round, and how much longer a miss waits than a hit, over a verification."""
+    jit, none = (reduce(Metrics.plus, [run.metrics for run in measured[name]]) for name in ("jit", "none"))
     T_v = jit.verify_seconds / jit.num_rounds
-    waited = jit.wait_seconds / max(1, jit.num_cache_misses)
+    waits = {kind: [entry.wait_seconds for run in measured["jit"] for entry in run.rounds if entry.hit is kind] for kind in (True, False)}
+    waited = max(0.0, statistics.fmean(waits[False] or [0.0]) - statistics.fmean(waits[True] or [0.0]))
     h, hit, slow = jit.cache_hit_rate or 0.0, jit.mean_acceptance_length_on_hit or 1.0, jit.mean_acceptance_length_on_miss or 1.0
     fast = none.mean_acceptance_length_on_miss or 1.0
     said = f"h = {h:.3f}, tokens after a hit {hit:.2f}, after a miss {slow:.2f} (jit) and {fast:.2f} (none), T_b = {waited / T_v:.2f} T_v"
@@ -244,6 +247,8 @@ def redraft(bench: Bench) -> None:
         peer = bench.engine.peer
         if peer is not None and peer._setup is not None:
             bench.engine._worker.call(lambda: peer.configure(replace(peer._setup, redraft_all=name == "whole batch")))
+            # What is configured next is told to the draft, whatever it was told before.
+            bench.engine._setup = None
 
     show(
         f"Redraft, {kind}, batch {size}, T = {bench.options.temperature:g}", bench.run(ways, kind, bench.options.temperature, size, prepare)

@@ -152,9 +152,9 @@ async def blows(engine: ssd.Engine, tally: Tally, options: argparse.Namespace) -
     chance.shuffle(kinds)
     for number, kind in enumerate(kinds):
         await asyncio.sleep(chance.expovariate(1 / 0.3))
-        before, restarts, begin = engine.metrics().num_cache_hits, engine.health().restarts, time.monotonic()
+        restarts, begin = engine.health().restarts, time.monotonic()
         os.kill(engine.peer.process.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        while engine.health().restarts == restarts or engine.metrics().num_cache_hits == before:
+        while engine.health().restarts == restarts:
             await asyncio.sleep(0.01)
             if time.monotonic() - begin > 300:
                 raise SystemExit(f"the draft did not come back from {kind} {number}: {engine.health()}")
@@ -177,14 +177,16 @@ async def watch(engine: ssd.Engine, tally: Tally, seconds: float) -> None:
 
 
 def memory(pid: int) -> float:
-    """MiB resident that are a process's own."""
+    """MiB resident that are a process's own; none of one that is gone."""
+    if not os.path.exists(f"/proc/{pid}/smaps_rollup"):
+        return 0.0
     with open(f"/proc/{pid}/smaps_rollup") as lines:
         return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) / 1024
 
 
 def handles(pid: int) -> int:
     """Open file handles."""
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    return len(os.listdir(f"/proc/{pid}/fd")) if os.path.exists(f"/proc/{pid}/fd") else 0
 
 
 def report(engine: ssd.Engine, tally: Tally) -> None:
@@ -192,13 +194,13 @@ def report(engine: ssd.Engine, tally: Tally) -> None:
     metrics, health = engine.metrics(), engine.health()
     ends = f"{tally.served} served whole, {tally.cancelled} left early, {tally.wrong} wrong, {tally.failed} failed"
     print(f"\n{ends}; {tally.tokens} tokens")
-    rates = f"hit rate {metrics.cache_hit_rate:.3f}, acceptance {metrics.draft_acceptance_rate:.3f}"
+    rates = f"hit rate {metrics.cache_hit_rate or 0:.3f}, acceptance {metrics.draft_acceptance_rate or 0:.3f}"
     print(f"{rates}; draft {health.draft}, started again {health.restarts} times")
     for kind, seconds in tally.recoveries.items():
         if seconds:
             tenths = statistics.quantiles(seconds, n=20)
             spread = f"median {statistics.median(seconds):.2f} s, 5-95 % {tenths[0]:.2f}-{tenths[-1]:.2f} s, longest {max(seconds):.2f} s"
-            print(f"{len(seconds)} {kind}s; from the blow to the next hit: {spread}")
+            print(f"{len(seconds)} {kind}s; from the blow until it is at work again: {spread}")
 
 
 if __name__ == "__main__":

@@ -98,9 +98,10 @@ def run_once(engine: Engine, configuration: Configuration, prompt: str, params: 
     """Decode one prompt; taking the timeline also waits until the draft is at rest, so that the next run has the machine to itself."""
     engine.configure(configuration)
     engine.timeline()
+    before = engine.health()
     output = engine.generate(prompt, params)[0]
     run = Run(output, engine.timeline())
     health = engine.health()
-    if health.draft == "lost":
-        raise RuntimeError(f"the draft was lost, so what follows would be AR under another name: {health.reason}")
+    if health.draft == "lost" or health.restarts > before.restarts:
+        raise RuntimeError(f"the draft was lost, so this was AR under another name: {health.reason or 'it has been started again'}")
     return run

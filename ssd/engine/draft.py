@@ -25,6 +25,7 @@ from ssd.engine.proposer import Proposer
 from ssd.engine.spans import MAX_SPANS, recorded
 from ssd.engine.tempo import Tempo
 from ssd.models import LoadedModel
+from theory.fanout import shortened
 
 # How often what the draft's confidence has been worth is told to the target.
 TELL_EVERY = 256
@@ -257,7 +258,8 @@ class Drafter:
         spare: list[Ranked] = []
         for row in rows:
             fan_out = self.setup.fan_out_hit if row.hit else self.setup.fan_out_miss
-            row.seen = candidates(row.branch, len(row.sent), row.end_ids, max(CANDIDATES, *fan_out) if fan_out else CANDIDATES)
+            widest = max(CANDIDATES, *shortened(fan_out, len(row.sent))) if fan_out else CANDIDATES
+            row.seen = candidates(row.branch, len(row.sent), row.end_ids, widest)
             chances = self.confidence.chances(kinds(row.proposer), row.seen)
             granted = row.seen.listed(fan_out) if fan_out else np.zeros(chances.shape, dtype=bool)
             planned += _likeliest(row, chances, granted, sum(fan_out))

@@ -154,8 +154,8 @@ class Engine:
         scheduler = self._worker.scheduler
         if scheduler is not None and scheduler.busy:
             raise ValueError(
-                f"{len(scheduler.running)} requests are being decoded and {len(scheduler.waiting)} wait: let them finish, or close their "
-                "streams, before another configuration"
+                f"requests are being decoded ({len(scheduler.running)}) or wait ({len(scheduler.waiting)}): let them finish, or close "
+                "their streams, before another configuration"
             )
         self.plan = plan
         pin(plan.placement.target)

@@ -269,7 +269,7 @@ def test_a_row_is_chosen_for_what_it_holds_and_else_for_its_age():
 
 
 def target_queries(trunk, model):
-    from ssd.engine.prefix import chain
+    from ssd.engine.forward import chain
 
     return chain(trunk, [1], 1, model.device)
 
@@ -305,3 +305,85 @@ def test_who_leaves_the_room_is_not_served():
     assert not room.remove("b")
     assert [room.next(), room.next()] == ["a", "c"]
     assert len(room) == 0
+
+
+# --- found by a reviewer ---
+
+
+@pytest.mark.parametrize("lists", [{"fan_out_hit": (1, 1, 1), "fan_out_miss": (0, 0, 2)}, {"budget": 3}])
+def test_a_cache_that_grows_for_as_long_as_there_is_time_stays_within_its_slots(lists):
+    """Up to the context limit, beside rows that are all but certain and so leave every further outcome to the one that is not."""
+    target = tiny_model("llama", 4)
+    with pair(target, noisy(target, 0.2, 1), CONTEXT, rows=4) as both:
+        requests = [both.request([p] * 3, 1000) for p in range(4)]
+        both.drafter.confidence.chances = lambda names, seen, chances=both.drafter.confidence.chances: (
+            chances(names, seen) * (1.0 if int(seen.bonus[0][0]) % 4 == 0 else 1e-3)
+        )
+        both.decode_all(setup(2, building="anytime", **lists), requests, patient=True)
+        assert both.peer.lost is None
+    assert all(len(request.output) == CONTEXT - 3 for request in requests)
+
+
+def test_prompts_that_are_the_same_wait_for_one_and_then_start_together():
+    target = tiny_model("llama", 5)
+    prompt = list(range(1, 41))
+    with pair(target, noisy(target, 0.1, 1), CONTEXT, rows=8) as both:
+        requests = [both.request(prompt, 4, temperature=1.0, seed=n, verification="coupled") for n in range(8)]
+        scheduler = both.scheduler(setup(2, (1, 1, 1)))
+        for request in requests:
+            scheduler.add(request)
+        gained = [len(scheduler.step()) for _ in range(2)]
+        assert gained[0] == 1
+        assert gained[1] == 8
+        while scheduler.busy:
+            scheduler.step()
+    assert len({tuple(request.output) for request in requests}) > 1
+
+
+def test_a_request_that_stops_takes_no_cache_from_the_others():
+    """One row leaves while another's prompt is being read; those that go on hit as before."""
+    target = tiny_model("llama", 6)
+    with pair(target, noisy(target, 0.0, 1), CONTEXT, rows=3) as both:
+        scheduler = both.scheduler(setup(2, (0, 0, 1)), patient=True)
+        steady, short, long = both.request([1], 60), both.request([2], 8), both.request(range(1, 80), 8)
+        for request in (steady, short):
+            scheduler.add(request)
+        while len(short.output) < 4:
+            scheduler.step()
+        scheduler.add(long)
+        while scheduler.busy:
+            scheduler.step()
+    assert all(r.hit for r in steady.rounds[1:])
+
+
+def test_one_long_prompt_takes_no_draft_from_the_others(monkeypatch):
+    monkeypatch.setattr("ssd.engine.draft.SHARED_CHUNK", 4)
+    monkeypatch.setattr("ssd.engine.tempo.Tempo.worthwhile", lambda *_: True)
+    target = tiny_model("llama", 8)
+    with pair(target, noisy(target, 0.3, 1), CONTEXT, rows=2) as both:
+        answered = []
+        feed = both.drafter._feed
+        both.drafter._feed = lambda rows, chunk, abort=None: (
+            abort is None and answered.extend(len(row.pending) for row in rows),
+            feed(rows, chunk, abort),
+        )
+        scheduler = both.scheduler(setup(3, budget=3, building="anytime"))
+        quick, long = both.request([1, 2], 30), both.request(range(1, 80), 4)
+        scheduler.add(quick)
+        while len(quick.output) < 4:
+            scheduler.step()
+        scheduler.add(long)
+        while scheduler.busy:
+            scheduler.step()
+    assert all(r.drafted == 3 for r in quick.rounds[:-2]), [r.drafted for r in quick.rounds]
+    assert max(answered) <= 8, "an answer waited for a prompt"
+
+
+def test_a_wide_list_gives_all_it_has_to_the_last_place_of_a_short_draft():
+    target = tiny_model("llama", 5)
+    with pair(target, noisy(target, 1.0, 1), CONTEXT) as both:
+        planted = []
+        plant = both.drafter._planted
+        both.drafter._planted = lambda wave: (planted.append(len(wave)), plant(wave))[1]
+        both.decode(setup(2, (20, 20, 20), backup="none"), [5], 12, patient=True)
+    assert set(planted) == {60}

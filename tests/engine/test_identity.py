@@ -185,7 +185,7 @@ def test_a_cancelled_request_leaves_nothing_behind_for_the_next():
 
 def test_a_prompt_longer_than_a_prefill_chunk_is_fed_in_pieces(monkeypatch):
     monkeypatch.setattr("ssd.engine.draft.PREFILL_CHUNK", 4)
-    monkeypatch.setattr("ssd.engine.target.PREFILL_CHUNK", 3)
+    monkeypatch.setattr("ssd.engine.scheduler.PREFILL_CHUNK", 3)
     target = tiny_model("qwen2", 16)
     prompt = list(range(1, 24))
     with pair(target, noisy(target, 0.1, 2), CONTEXT) as both:

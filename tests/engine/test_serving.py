@@ -9,10 +9,14 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 
 import ssd
+from ssd.engine.link import Link, LinkError
+from ssd.engine.worker import Job, Worker
 from ssd.specs import SamplingParams
 from tests import handmade
 from tests.engine.test_processes import alive, wait_for
@@ -137,7 +141,7 @@ def test_a_cancelled_task_and_a_left_stream_free_their_rows(engine, expected):
 def test_a_configuration_is_refused_while_requests_are_on_their_way(engine):
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=10_000, ignore_eos=True))
     next(stream)
-    with pytest.raises(ValueError, match="1 requests are being decoded and 0 wait"):
+    with pytest.raises(ValueError, match=r"requests are being decoded \(1\) or wait \(0\)"):
         engine.configure(engine.plan)
     stream.close()
     engine.configure(engine.plan)
@@ -282,3 +286,100 @@ def test_hundreds_of_requests_leave_nothing_behind(engine):
     assert after[1] <= threads
     assert not engine._worker._jobs
     assert not engine.peer.known
+
+
+# --- found by a reviewer ---
+
+
+def test_who_waits_for_room_is_let_in_when_those_before_are_cancelled(engine):
+    worker = Worker(max_waiting=1)
+    worker.scheduler = SimpleNamespace(busy=False, waiting=[], add=lambda _: None, cancel=lambda _: True)
+    try:
+        started, going_on = threading.Event(), threading.Event()
+        blocking = threading.Thread(target=lambda: worker.call(lambda: (started.set(), going_on.wait(10))))
+        blocking.start()
+        started.wait(10)
+        first, second = (Job(type("Asked", (), {"first_token": 0.0})(), None, print) for _ in range(2))
+        worker.submit(first)
+        assert not worker.submit(second, patient=False)
+        waiting = threading.Thread(target=worker.submit, args=(second,), daemon=True)
+        waiting.start()
+        worker.cancel(first)
+        going_on.set()
+        waiting.join(10)
+        assert not waiting.is_alive(), "the second caller was never let in"
+        blocking.join(10)
+    finally:
+        worker.close(lambda: None)
+
+
+def test_an_engine_that_is_dropped_before_its_first_request_ends_its_draft(tiny_pair):
+    engine = ssd.Engine.from_plan(hand_typed(*tiny_pair))
+    pid = engine.peer.process.pid
+    del engine
+    gc.collect()
+    assert wait_for(lambda: not alive(pid))
+
+
+def test_an_error_in_what_is_done_between_rounds_reaches_every_caller(tiny_pair):
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair)) as engine:
+        engine._worker.scheduler.cancel = lambda _: 1 / 0
+        stream = engine.stream("x", SamplingParams(max_tokens=10_000, ignore_eos=True))
+        next(stream)
+        stream.close()
+        assert wait_for(lambda: engine._worker.failed is not None)
+        assert "ZeroDivisionError" in engine.health().failed
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            engine.generate("y")
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\x80\x05\x95\xff\xff\xff\xff\xff\xff\xff\xff.", b"", b"garbage", b"\x80\x05\x8e\xff\xff\xff\xff\xff\xff\xff\x7f"]
+)
+def test_bytes_that_are_no_message_lose_the_draft_only(junk):
+    ours, theirs = Pipe()
+    theirs.send_bytes(junk)
+    with pytest.raises(LinkError):
+        Link(ours).receive(1.0)
+
+
+def test_a_draft_that_cannot_be_started_again_is_tried_again(tiny_pair):
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair), deadline=1.0) as engine:
+        respawn, failures = engine.peer._respawn, iter([OSError("no more processes"), LinkError("gone")])
+
+        def failing():
+            if (error := next(failures, None)) is not None:
+                raise error
+            return respawn()
+
+        engine.peer._respawn, engine.peer._back_off = failing, 0.05
+        os.kill(engine.peer.process.pid, signal.SIGKILL)
+        assert wait_for(lambda: engine.generate("x", PARAMS[0]) and engine.health().restarts == 1, 60)
+
+
+def test_what_was_learnt_survives_a_restart_and_new_processes_load_off_the_targets_core(tiny_pair, monkeypatch):
+    monkeypatch.setattr("ssd.engine.peer.FIRST_BACK_OFF", 0.05)
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair, **ADAPTIVE), deadline=5.0) as engine:
+        cores: list = []
+        respawn = engine.peer._respawn
+        engine.peer._respawn = lambda: (cores.append(os.sched_getaffinity(0)), respawn())[1]
+        for _ in range(12):
+            engine.generate("hello", SamplingParams(max_tokens=60, ignore_eos=True))
+        learnt = engine.peer._setup.calibration
+        assert {kind for kind, _, _ in learnt} >= {"greedy sent"}
+        os.kill(engine.peer.process.pid, signal.SIGKILL)
+        assert wait_for(lambda: engine.generate("x", PARAMS[0]) and engine.health().restarts == 1, 60)
+        assert engine.peer._setup.calibration == learnt
+    assert cores == [os.sched_getaffinity(0)]
+
+
+def test_a_pause_between_requests_is_no_slow_verification_and_no_wait(engine, expected):
+    engine.configure(engine.plan)
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=10_000, ignore_eos=True))
+    next(stream)
+    stream.close()
+    time.sleep(0.5)
+    engine.timeline()
+    begin = time.monotonic()
+    engine.generate(PROMPTS[0], PARAMS[0])
+    assert all(span.start >= begin - 0.1 for span in engine.timeline().spans if span.device == "target")
