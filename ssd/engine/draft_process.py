@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -112,6 +113,8 @@ def _load(boot: Boot, link: Link) -> Drafter:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     pin(boot.placement.draft)
     loaded = load(locate("draft", boot.draft), torch_device(boot.placement.draft), getattr(torch, boot.dtype), drafts=True)
+    # What is loaded stays; looking through it for garbage would take some 40 ms now and then, in the midst of a round.
+    gc.freeze()
     return Drafter(loaded, link, boot.rows, boot.max_model_len, boot.vocab_size)
 
 
