@@ -28,8 +28,13 @@ SHARED: dict[str, Any] = {
         int | None, typer.Option("--num-speculative-tokens", "--k", help="Lookahead K, typed by hand instead of planned (with --mode).")
     ],
     "fan_out": Annotated[str | None, typer.Option(help="F_0,...,F_K, typed by hand, such as 1,1,1,2.")],
+    "budget": Annotated[int | None, typer.Option(help="Outcomes cached a request, chosen anew each round, instead of --fan-out.")],
+    "building": Annotated[str | None, typer.Option(help="fixed, or anytime: build on while there is time. [default: fixed]")],
+    "backup": Annotated[str | None, typer.Option(help="Who drafts on a miss: jit, ngram or none, typed by hand. [default: jit]")],
 }
-PLANNING = tuple(name for name in SHARED if name not in ("num_speculative_tokens", "fan_out"))
+# How to draft, typed by hand.
+TYPED = ("num_speculative_tokens", "fan_out", "budget", "building", "backup")
+PLANNING = tuple(name for name in SHARED if name not in TYPED)
 MEASURING = ("target", "draft", "hardware", "max_model_len", "dtype", "prompt_tokens", "output_tokens", "batch_size", "prompt_set")
 # What runs decodes one request at a time.
 RUNNING = tuple(name for name in SHARED if name != "batch_size")
@@ -54,6 +59,9 @@ class Asked:
     plan: Path | None = None
     num_speculative_tokens: int | None = None
     fan_out: str | None = None
+    budget: int | None = None
+    building: str | None = None
+    backup: str | None = None
 
 
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

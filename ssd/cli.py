@@ -135,6 +135,7 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that came before come less often.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes the output repeatable, in every mode. [default: another each time]")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write what both devices did as a trace for Chrome or ui.perfetto.dev.")] = None,
     save: SavePlan = None,
     as_json: Json = False,
 ) -> None:
@@ -160,6 +161,8 @@ def generate(
             if not as_json:
                 print(chunk.text, end="", flush=True)
         output, health = chunk.output, engine.health()
+        if timeline is not None:
+            _write(timeline, json.dumps(engine.timeline().to_chrome()))
     assert output is not None
     if as_json:
         print(json.dumps({"output": output.model_dump(mode="json"), "plan": found.model_dump(mode="json"), "draft": health.draft}))

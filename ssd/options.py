@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
-from ssd.asked import Asked
+from ssd.asked import TYPED, Asked
 from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Spec, Workload
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def plan_for(asked: Asked, tell: Progress | None = None) -> Plan:
         return read(Plan, "plan", asked.plan)
     machine, pair, load = hardware_for(asked), models_for(asked), workload_for(asked)
     mode: Mode | None = _choice("mode", asked.mode, Mode)
-    if asked.num_speculative_tokens is not None or asked.fan_out is not None:
+    if any(getattr(asked, name) is not None for name in TYPED):
         return _typed(asked, machine, pair, load)
     from ssd.planner import check, plan
 
@@ -103,16 +103,17 @@ def _typed(asked: Asked, hardware: Hardware, models: Models, workload: Workload)
         raise ValueError(
             f"--mode={mode} with --num-speculative-tokens={K}: a configuration typed by hand needs --mode sd or ssd and a number of tokens"
         )
-    if mode == "ssd" and asked.fan_out is None:
+    if mode == "ssd" and asked.fan_out is None and asked.budget is None:
         ones = ",".join("1" * (K + 1))
-        raise ValueError(f"--fan-out is missing: --mode ssd with --num-speculative-tokens={K} needs F_0 to F_{K}, such as {ones}")
+        raise ValueError(
+            f"--fan-out is missing: --mode ssd with --num-speculative-tokens={K} needs F_0 to F_{K}, such as {ones}, or a --budget"
+        )
     fan_out = _counts(asked.fan_out) if asked.fan_out is not None else ()
-    configuration = Configuration(
-        mode="sd" if mode == "sd" else "ssd",
-        num_speculative_tokens=K,
-        fan_out_hit=fan_out,
-        fan_out_miss=fan_out,
-        placement=_placement(mode, hardware),
+    given = {name: getattr(asked, name) for name in ("budget", "building", "backup")}
+    lists = {"fan_out_hit": fan_out, "fan_out_miss": fan_out}
+    place = _placement(mode, hardware)
+    configuration = Configuration.model_validate(
+        {"mode": mode, "num_speculative_tokens": K, "placement": place, **lists, **_without_none(given)}
     )
     named = {name: getattr(configuration, name) for name in Configuration.model_fields}
     return Plan(**named, hardware=hardware, models=models, workload=workload)
