@@ -73,7 +73,7 @@ def same(target, one, ours, alone) -> str | None:
     return None if ours[:size] == alone[:size] else f"{ours} against {alone}"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_every_request_of_a_batch_gets_the_tokens_that_it_gets_alone(architecture):
     """Greedy and seeded, in every mode, with rows that join and leave at any round. Near ties that roundings turn are few, and counted."""
     seen: Counter = Counter()
