@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssd.engine.draft import Drafter
 from ssd.engine.kv import Trunk
 from ssd.engine.prefix import place_for, share_prefix
 from ssd.engine.target import Target, TargetRow
+from ssd.engine.tempo import Tempo
 from ssd.engine.waiting import WaitingRoom
 from ssd.sampling import prefix_hash
 from ssd.specs import SamplingParams
@@ -387,3 +390,33 @@ def test_a_wide_list_gives_all_it_has_to_the_last_place_of_a_short_draft():
         both.drafter._planted = lambda wave: (planted.append(len(wave)), plant(wave))[1]
         both.decode(setup(2, (20, 20, 20), backup="none"), [5], 12, patient=True)
     assert set(planted) == {60}
+
+
+def test_a_draft_that_is_taken_back_goes_on_from_what_each_request_has_by_then():
+    """A draft that equals the target is right again from the second round after it was told anew."""
+    target = tiny_model("llama", 10)
+    how = setup(3, (1, 1, 1, 1))
+    with pair(target, noisy(target, 0.0, 1), CONTEXT, rows=2) as both:
+        scheduler = both.scheduler(how)
+        requests = [both.request([p, 5], 60) for p in range(2)]
+        for request in requests:
+            scheduler.add(request)
+        while len(requests[1].output) < 10:
+            scheduler.step()
+        # What a restart leaves: a draft that knows no request.
+        assert both.peer.configure(how)
+        known = [len(request.rounds) for request in requests]
+        while scheduler.busy:
+            scheduler.step()
+    for request, before in zip(requests, known, strict=True):
+        assert request.rounds[before].drafted == 0
+        assert all(r.accepted == r.drafted == 3 for r in request.rounds[before + 1 : -1])
+
+
+def test_a_stop_that_broke_a_prompt_off_leaves_the_draft_at_work_for_the_others():
+    drafter = Drafter.__new__(Drafter)
+    rows = [SimpleNamespace(request=name, active=True, trunk=Trunk(8), age=0) for name in ("stays", "goes")]
+    drafter.rows, drafter.tempo, drafter._ages, drafter._builder = rows, Tempo(), iter(range(9)), None
+    drafter.stop("goes")
+    assert [row.active for row in rows] == [True, False]
+    assert drafter._builder is not None
