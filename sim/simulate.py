@@ -1,6 +1,6 @@
 """Play a scenario: two processes, target and draft, and two links between them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import simpy
@@ -39,7 +39,10 @@ class Result:
 
     def busy_share(self, device: str) -> float:
         """Share of the wall clock, 0..1, in which a device worked."""
-        return self.timeline.busy(device) / self.metrics.total_seconds if self.metrics.total_seconds else 0.0
+        end = self.metrics.total_seconds
+        # The draft may still be working when the last request leaves.
+        within = Timeline(replace(span, end=min(span.end, end)) for span in self.timeline.spans if span.start < end)
+        return within.busy(device) / end if end else 0.0
 
 
 def simulate(scenario: Scenario, seed: int = 0) -> Result:
