@@ -167,7 +167,7 @@ def steady(batch, alpha, length, F):
         num_speculative_tokens=length,
         fan_out_hit=(F,) * (length + 1),
         fan_out_miss=(F,) * (length + 1),
-        output_tokens=3000,
+        output_tokens=2000,
         num_requests=batch,
         batch_size=batch,
     )
@@ -265,14 +265,14 @@ def test_one_request_that_arrives_at_random_waits_as_the_formula_of_pollaczek_an
     distances = []
     for seed, load in enumerate((0.2, 0.4, 0.5, 0.6, 0.7, 0.8)):
         queue = Scenario(
-            "ar", Latency.constant(1.0), output_tokens=1, num_requests=20_000, target_prefill_seconds=2.0, request_rate=load / 2
+            "ar", Latency.constant(1.0), output_tokens=1, num_requests=6000, target_prefill_seconds=2.0, request_rate=load / 2
         )
         result = simulate(queue, seed)
         waited = np.array([served.ttft - 2.0 for served in result.requests])
         means = np.array([part.mean() for part in np.array_split(waited, 20)])
         error = student.ppf(0.975, 19) * means.std(ddof=1) / np.sqrt(20)
         distances.append(abs(waited.mean() - load * 2.0 / (2 * (1 - load))) / error)
-        assert result.busy_share("target") == pytest.approx(load, rel=0.02)
+        assert result.busy_share("target") == pytest.approx(load, rel=0.04)
     within(distances)
 
 
@@ -309,7 +309,7 @@ scenarios = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(scenarios, st.integers(0, 99))
 def test_whatever_the_load_nothing_is_lost_and_every_second_is_accounted_for(scenario, seed):
     result = simulate(scenario, seed)
@@ -334,7 +334,7 @@ def test_whatever_the_load_nothing_is_lost_and_every_second_is_accounted_for(sce
         assert result.busy_share("target") * total + rest == pytest.approx(total, abs=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(scenarios, st.integers(0, 99))
 def test_in_a_closed_loop_a_request_joins_when_another_leaves(scenario, seed):
     result = simulate(dataclasses.replace(scenario, request_rate=None, arrival_seconds=()), seed)
