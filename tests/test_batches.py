@@ -1,5 +1,6 @@
 """What any plan for a batch must obey: the laws of theory where they hold exactly, orders, and the choice of the backup."""
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ssd
+from sim.simulate import simulate
 from ssd.lookup import Recorded
 from ssd.outcomes import outcome_model
 from ssd.pace import pace
 from ssd.placements import placements
 from ssd.planner import _paces, _Ranking
-from ssd.prediction import Played, play, reckon
+from ssd.prediction import Played, _scenario, play, reckon
 from ssd.roofline import Forward, roofline_profile
 from ssd.search import Search
 from ssd.shapes import shape
@@ -123,6 +125,31 @@ def test_rows_are_verified_together_at_the_seconds_of_all_their_tokens():
     assert its.round_seconds(4, 8) == pytest.approx(10e-3 + (8 * 5 - 1) * 0.1e-3)
     assert its.backup_seconds(4, 3) == pytest.approx(4 * (1e-3 + 2 * 0.02e-3))
     assert its.build_seconds(4, 6, 8) == pytest.approx(1e-3 + 7 * 0.02e-3 + 4 * (1e-3 + 47 * 0.02e-3))
+
+
+@pytest.mark.parametrize(("alpha", "step"), [(0.8, 1e-3), (0.8, 2.5e-3), (0.6, 0.5e-3)])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_what_is_reckoned_for_a_batch_is_near_what_is_simulated_where_outputs_are_long(rows, alpha, step):
+    profile = synthetic(TWO, tokens=MANY, traces=texts(alpha, length=1000), step=step, link=0.1e-3, overhead=0.5e-3)
+    outcomes = outcome_model(profile)
+    search, load = Search(outcomes, rows), Workload(output_tokens=2000, batch_size=rows)
+    for mode, backup in (("sd", None), ("ssd", "jit"), ("ssd", "none")):
+        its = next(its for found, its in _paces(profile, TWO, PAIR) if found == mode)
+        way = next(c for c in search.ranked(mode, its) if backup in (None, c.backup))
+        scenario = dataclasses.replace(
+            _scenario(way, its, outcomes.simulated(), load),
+            batch_size=rows,
+            num_requests=rows,
+            draft_alone=its.alone,
+            target_prefill_seconds=0.0,
+            draft_prefill_seconds=0.0,
+        )
+        result, reckoned = simulate(scenario), reckon(way, its, search, load)
+        # Prompts enter one a round; the batch is full from when the last has until the first output ends.
+        start, end = max(s.token_seconds[0] for s in result.requests), min(s.token_seconds[-1] for s in result.requests)
+        tokens = sum(r.committed for r in result.rounds if start <= r.start and r.start + r.wait_seconds + r.verify_seconds <= end)
+        assert tokens / (end - start) == pytest.approx(reckoned.tokens_per_second, rel=0.04)
+        assert result.metrics.cache_hit_rate == (None if mode == "sd" else pytest.approx(reckoned.hit_rate, abs=0.03))
 
 
 # Plans

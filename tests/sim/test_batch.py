@@ -264,9 +264,7 @@ def test_sd_drafts_for_all_rows_and_verifies_all():
 def test_one_request_that_arrives_at_random_waits_as_the_formula_of_pollaczek_and_khinchine_says():
     distances = []
     for seed, load in enumerate((0.2, 0.4, 0.5, 0.6, 0.7, 0.8)):
-        queue = Scenario(
-            "ar", Latency.constant(1.0), output_tokens=1, num_requests=6000, target_prefill_seconds=2.0, request_rate=load / 2
-        )
+        queue = Scenario("ar", Latency.constant(1.0), output_tokens=1, num_requests=6000, target_prefill_seconds=2.0, request_rate=load / 2)
         result = simulate(queue, seed)
         waited = np.array([served.ttft - 2.0 for served in result.requests])
         means = np.array([part.mean() for part in np.array_split(waited, 20)])
