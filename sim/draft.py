@@ -1,7 +1,7 @@
-"""The draft's process: answer from the cache, build the next one while the target verifies, wait for the outcome."""
+"""The draft's process: answer from the cache, build the next one while the target verifies, wait for the outcomes."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,89 +10,122 @@ from numpy.random import Generator as Random
 
 from sim.device import Device
 from sim.latency import Latency
-from sim.link import Link, Prompt, Proposal, Steps, Verdict
+from sim.link import Link, Piece, Proposal, Steps, Turn, Verdict
 from sim.scenario import Scenario
 from sim.timeline import Timeline
 from theory.fanout import shortened
 
+FanOuts = Mapping[str, tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The outcomes being drafted for: F_k of them with k accepted, and how many tokens each has so far."""
+    """The outcomes being drafted for: of each request F_k with k accepted, and how many tokens all of them have so far."""
 
-    fan_out: tuple[int, ...]
+    fan_outs: FanOuts
     tokens: int
 
     def has(self, outcome: Verdict) -> bool:
         """Whether it holds at least a first token for this outcome."""
-        return self.tokens > 0 and outcome.rank <= self.fan_out[outcome.accepted]
+        return self.tokens > 0 and _holds(self.fan_outs, outcome)
 
 
 class Draft(Device):
-    """Runs the draft model in the modes "sd" (no cache) and "ssd"."""
+    """Runs the draft model in the modes "sd" (no cache) and "ssd". lookup: chance for what prompt lookup finds."""
 
     name = "draft"
 
     def __init__(
-        self, env: simpy.Environment, scenario: Scenario, timeline: Timeline, rng: Random, inbox: Link, outbox: Link, step: Latency
+        self,
+        env: simpy.Environment,
+        scenario: Scenario,
+        timeline: Timeline,
+        rng: Random,
+        lookup: Random,
+        inbox: Link,
+        outbox: Link,
+        step: Latency,
     ) -> None:
         super().__init__(env, scenario, timeline, rng)
-        self.inbox, self.outbox, self.step = inbox, outbox, step
-        self.cache = Cache((), 0)
+        self.lookup, self.inbox, self.outbox, self.step, self.alone = lookup, inbox, outbox, step, scenario.draft_alone or step
+        self.cache = Cache({}, 0)
 
     def run(self) -> Steps:
         """Serve until the message None arrives."""
-        message = yield self.inbox.receive()
-        while message is not None:
-            if isinstance(message, Prompt):
-                message = yield from self._start(message)
-            else:
-                message = yield from self._play(message)
+        turn: Turn | None = yield self.inbox.receive()
+        while turn is not None:
+            proposals = yield from self._answer(turn)
+            if turn.piece:
+                yield from self._feed(turn.piece, turn.round)
+            turn = yield from self._build(turn, proposals)
 
-    def _start(self, prompt: Prompt) -> Generator[simpy.Event, Any, object]:
-        self.request = prompt.request
-        start = self.env.now
-        yield self.env.timeout(self.forward_seconds(self.scenario.draft_prefill_seconds))
-        self.log("prefill", start, 0)
-        # The prompt is a round with an empty draft, and its last token has just been fed.
-        return (yield from self._build(0, drafted=0, hit=False, catch_up=False))
+    def _answer(self, turn: Turn) -> Generator[simpy.Event, Any, Sequence[Proposal]]:
+        """Send a draft for each outcome, after drafting what is missing of all that lack tokens, in one forward a step."""
+        if not turn.outcomes:
+            return ()
+        self.request, start = ", ".join(outcome.request for outcome in turn.outcomes), self.env.now
+        hits = [self.cache.has(outcome) for outcome in turn.outcomes]
+        missing = [self._missing(hit) for hit in hits]
+        for step in range(max(missing)):
+            yield self.env.timeout(self.forward_seconds(self.alone(sum(tokens > step for tokens in missing))))
+        self.log("answer", start, turn.round)
+        proposals = tuple(map(self._proposal, hits))
+        self.outbox.send(proposals)
+        return proposals
 
-    def _play(self, outcome: Verdict) -> Generator[simpy.Event, Any, object]:
-        hit = self.cache.has(outcome)
-        start, K = self.env.now, self.scenario.num_speculative_tokens
-        drafted = 0 if self.scenario.mode == "ssd" and self.scenario.backup == "none" and not hit else K
-        for _ in range(drafted - (self.cache.tokens if hit else 0)):
-            yield self.env.timeout(self.forward_seconds(self.step(1)))
-        self.log("answer", start, outcome.round + 1)
-        cached = self.scenario.mode == "ssd"
-        self.outbox.send(Proposal(drafted, hit if cached else None, backup=cached and not hit))
-        return (yield from self._build(outcome.round + 1, drafted, hit, catch_up=True))
+    def _missing(self, hit: bool) -> int:
+        """Tokens that the draft model has yet to draft for a row."""
+        K = self.scenario.num_speculative_tokens
+        if hit:
+            return K - self.cache.tokens
+        return K if self.scenario.mode == "sd" or self.scenario.backup == "jit" else 0
 
-    def _build(self, number: int, drafted: int, hit: bool, catch_up: bool) -> Generator[simpy.Event, Any, object]:
-        """Build the cache for the outcome of this round until it is complete or a message comes; return that message."""
+    def _proposal(self, hit: bool) -> Proposal:
+        K, backup = self.scenario.num_speculative_tokens, self.scenario.backup
+        if self.scenario.mode == "sd":
+            return Proposal(K)
+        found = hit or backup == "jit" or (backup == "ngram" and self.lookup.random() < self.scenario.ngram_found)
+        return Proposal(K if found else 0, hit, backup=not hit)
+
+    def _feed(self, piece: Piece, number: int) -> Steps:
+        self.request, start = piece.request, self.env.now
+        yield self.env.timeout(self.forward_seconds(self.step(piece.tokens) if piece.tokens else self.scenario.draft_prefill_seconds))
+        self.log("prefill", start, number)
+
+    def _build(self, turn: Turn, proposals: Sequence[Proposal]) -> Generator[simpy.Event, Any, Turn | None]:
+        """Build the cache for the outcomes of this round until it is complete or a message comes; return that message."""
         pending = self.inbox.receive()
         if self.scenario.mode == "ssd":
-            fan_out = shortened(self.scenario.fan_out_hit if hit else self.scenario.fan_out_miss, drafted)
-            start = self.env.now
-            # The last token must be fed first: the candidates after it are not known before.
-            done = yield from self._until(pending, fan_out, catch_up)
-            self.cache = Cache(fan_out, max(0, done - catch_up))
-            self.log("build", start, number)
+            fan_outs = self._fan_outs(turn, proposals)
+            self.request, start = ", ".join(fan_outs), self.env.now
+            # The last token of a running row must be fed first: the candidates after it are not known before.
+            catch_up = len(turn.outcomes)
+            done = yield from self._until(pending, fan_outs, catch_up)
+            self.cache = Cache(fan_outs, max(0, done - (catch_up > 0)))
+            self.log("build", start, turn.round)
         start = self.env.now
-        message: object = yield pending
-        self.log("idle", start, number)
+        message: Turn | None = yield pending
+        self.log("idle", start, turn.round)
         return message
 
-    def _until(self, pending: simpy.Event, fan_out: tuple[int, ...], catch_up: bool) -> Generator[simpy.Event, Any, int]:
-        """Run the catch-up step and those of all branches until a message is pending; return how many were completed."""
-        steps = [1] * catch_up + [sum(fan_out)] * self.scenario.num_speculative_tokens
-        for done, branches in enumerate(steps):
-            growing = fan_out if done >= catch_up else ()
-            if pending.triggered or not (yield from self._interruptible(pending, self.forward_seconds(self.step(branches)), growing)):
+    def _fan_outs(self, turn: Turn, proposals: Sequence[Proposal]) -> FanOuts:
+        """Of the rows whose drafts are verified, and of a prompt that ends: a round with an empty draft."""
+        rows = [(outcome.request, proposal) for outcome, proposal in zip(turn.outcomes, proposals, strict=True)]
+        rows += [(turn.piece.request, Proposal())] if turn.piece and turn.piece.last else []
+        after_hit, after_miss = self.scenario.fan_out_hit, self.scenario.fan_out_miss
+        return {request: shortened(after_hit if proposal.hit else after_miss, proposal.drafted) for request, proposal in rows}
+
+    def _until(self, pending: simpy.Event, fan_outs: FanOuts, catch_up: int) -> Generator[simpy.Event, Any, int]:
+        """Run the catch-up step of so many rows and those of all branches until a message is pending; return how many were completed."""
+        branches = sum(map(sum, fan_outs.values()))
+        steps: list[tuple[int, FanOuts]] = [(catch_up, {})] if catch_up else []
+        steps += [(branches, fan_outs)] * self.scenario.num_speculative_tokens if branches else []
+        for done, (size, growing) in enumerate(steps):
+            if pending.triggered or not (yield from self._interruptible(pending, self.forward_seconds(self.step(size)), growing)):
                 return done
         return len(steps)
 
-    def _interruptible(self, pending: simpy.Event, seconds: float, growing: tuple[int, ...]) -> Generator[simpy.Event, Any, bool]:
+    def _interruptible(self, pending: simpy.Event, seconds: float, growing: FanOuts) -> Generator[simpy.Event, Any, bool]:
         """Run one forward, in which the branches of these fan-outs grow; return whether it was completed rather than given up."""
         start, forward = self.env.now, self.env.timeout(seconds)
         yield forward if self.scenario.interrupt == "step" else forward | pending
@@ -106,5 +139,11 @@ class Draft(Device):
         return begun >= self.scenario.draft_layers
 
 
-def _grows(message: object, growing: tuple[int, ...]) -> bool:
-    return bool(growing) and isinstance(message, Verdict) and message.rank <= growing[message.accepted]
+def _holds(fan_outs: FanOuts, outcome: Verdict) -> bool:
+    fan_out = fan_outs.get(outcome.request)
+    return fan_out is not None and outcome.rank <= fan_out[outcome.accepted]
+
+
+def _grows(turn: Turn | None, growing: FanOuts) -> bool:
+    """Whether the true branch of some row is among these. All branches are as long, so it is short as long as any is."""
+    return turn is not None and any(_holds(growing, outcome) for outcome in turn.outcomes)

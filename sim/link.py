@@ -10,28 +10,39 @@ Steps = Generator[simpy.Event, Any, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """Target to draft: a request begins."""
+class Verdict:
+    """The outcome of a request's round (its prompt is one, too): k accepted tokens, the rank of the bonus among its candidates."""
 
     request: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Target to draft: the outcome of a round (0 is the prefill): k accepted tokens, the rank of the bonus among its candidates."""
-
-    round: int
     accepted: int
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """Draft to target: so many draft tokens, and where they came from (as in sim.metrics.Round)."""
+class Piece:
+    """What the next forward feeds of a request's prompt: tokens, 0 where the prompt is fed whole, and whether it ends with them."""
 
-    drafted: int
-    hit: bool | None
-    backup: bool
+    request: str
+    tokens: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Target to draft, before forward `round`: the outcomes of the rows that go on, for which drafts are due, and a piece of a prompt."""
+
+    round: int
+    outcomes: tuple[Verdict, ...] = ()
+    piece: Piece | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft to target, for one row: so many draft tokens, and where they came from (as in sim.metrics.Round)."""
+
+    drafted: int = 0
+    hit: bool | None = None
+    backup: bool = False
 
 
 class Link:

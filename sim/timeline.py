@@ -18,8 +18,9 @@ Interval = tuple[float, float]
 class Span:
     """One activity of one device; start and end in seconds on a clock that both devices share.
 
-    Activities: target "prefill", "verify", "wait"; draft "prefill", "answer" (drafting once the outcome is known), "build" (the
-    cache, while the target verifies), "idle". Round 0 is the prefill. ValueError for another device or an end before the start.
+    Activities: target "prefill", "verify" (maybe with a piece of a prompt beside), "wait", "idle"; draft "prefill", "answer" (drafting once
+    the outcomes are known), "build" (the cache, while the target verifies), "idle". request: names, joined by ", " for a batch. Round 0 is
+    the first prompt. ValueError for another device or an end before the start.
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""Plan how to decode: profile, search by theory, simulate the best few or, in batches, reckon them, rank."""
+"""Plan how to decode: profile, search by theory, simulate the best few or, in large batches, reckon them, rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssd.lookup import recorded
 from ssd.outcomes import outcome_model
 from ssd.pace import Pace, pace
 from ssd.placements import placements
-from ssd.prediction import Played, play, predicted, reckon
+from ssd.prediction import SIMULATED_ROWS, Played, play, predicted, reckon
 from ssd.search import Search
 from ssd.specs import Backup, Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Workload
 
@@ -129,11 +129,11 @@ def _no_table(hardware: Hardware, models: Models, mode: Mode) -> str:
 
 
 def _played(search: Search, paces: Sequence[tuple[Mode, Pace]], outcomes: Outcomes, workload: Workload) -> list[Played]:
-    """The best few of each mode and placement as the simulator plays them; it knows no batch and no prompt lookup, which theory reckons."""
+    """The best few of each mode and placement as the simulator plays them; theory reckons large batches and prompt lookup."""
     played = []
     for mode, its in paces:
         ranked = _different(search.ranked(mode, its))
-        simulable = [configuration for configuration in ranked if workload.batch_size == 1 and configuration.backup != "ngram"]
+        simulable = [configuration for configuration in ranked if workload.batch_size <= SIMULATED_ROWS and configuration.backup != "ngram"]
         reckoned = [configuration for configuration in ranked if configuration not in simulable]
         played += [play(configuration, its, outcomes, workload) for configuration in simulable[: KEPT[mode]]]
         played += [reckon(configuration, its, search, workload) for configuration in reckoned[: KEPT[mode]]]

@@ -125,16 +125,31 @@ def test_rows_are_verified_together_at_the_seconds_of_all_their_tokens():
     assert its.build_seconds(4, 6, 8) == pytest.approx(1e-3 + 7 * 0.02e-3 + 4 * (1e-3 + 47 * 0.02e-3))
 
 
+@pytest.mark.parametrize(("alpha", "step"), [(0.8, 1e-3), (0.8, 2.5e-3), (0.6, 0.5e-3)])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_what_is_reckoned_for_a_batch_is_near_what_is_simulated_where_outputs_are_long(rows, alpha, step):
+    profile = synthetic(TWO, tokens=MANY, traces=texts(alpha, length=1000), step=step, link=0.1e-3, overhead=0.5e-3)
+    outcomes = outcome_model(profile)
+    search, load = Search(outcomes, rows), Workload(output_tokens=2000, batch_size=rows)
+    for mode, backup in (("sd", None), ("ssd", "jit"), ("ssd", "none")):
+        its = next(its for found, its in _paces(profile, TWO, PAIR) if found == mode)
+        way = next(c for c in search.ranked(mode, its) if backup in (None, c.backup))
+        simulated, reckoned = play(way, its, outcomes.simulated(), load), reckon(way, its, search, load)
+        assert simulated.tokens_per_second == pytest.approx(reckoned.tokens_per_second, rel=0.04)
+        assert simulated.mean_acceptance_length == pytest.approx(reckoned.mean_acceptance_length, rel=0.04)
+        assert simulated.hit_rate == (None if mode == "sd" else pytest.approx(reckoned.hit_rate, abs=0.03))
+
+
 # Plans
 
 
 def test_ar_and_sd_at_the_same_batch_size_are_what_speed_is_held_against():
-    plan = planned(8, "ssd", traces=texts(0.8, length=2000), output_tokens=10**6)
+    plan = planned(32, "ssd", traces=texts(0.8, length=2000), output_tokens=10**6)
     ar, sd = best(plan, "ar"), best(plan, "sd")
-    assert speed(ar) == pytest.approx(8 / (10e-3 + 7 * 0.1e-3))
+    assert speed(ar) == pytest.approx(32 / (10e-3 + 31 * 0.1e-3))
     law = outcome_model(synthetic(TWO, traces=texts(0.8, length=2000))).law
-    seconds = [10e-3 + (8 * (1 + K) - 1) * 0.1e-3 + K * (1e-3 + 7 * 0.02e-3) for K in range(1, 9)]
-    expected = max(8 * (1 + law(K) @ np.arange(K + 1)) / s for K, s in zip(range(1, 9), seconds, strict=True))
+    seconds = [10e-3 + (32 * (1 + K) - 1) * 0.1e-3 + K * (1e-3 + 31 * 0.02e-3) for K in range(1, 9)]
+    expected = max(32 * (1 + law(K) @ np.arange(K + 1)) / s for K, s in zip(range(1, 9), seconds, strict=True))
     assert speed(sd) == pytest.approx(expected, rel=1e-4)
     assert plan.predicted.speedup_vs_ar == pytest.approx(speed(plan) / speed(ar))
     assert plan.predicted.speedup_vs_sd == pytest.approx(speed(plan) / speed(sd))
@@ -157,8 +172,8 @@ def test_speculation_gains_less_the_larger_the_batch_where_tokens_cost():
     assert planned(256, alpha=0.3, verify_more=1e-3).mode == "ar"
 
 
-def test_batches_are_reckoned_by_theory_and_one_request_is_simulated():
-    for size, method in ((1, "simulation"), (2, "theory")):
+def test_one_request_and_small_batches_are_simulated_and_large_ones_reckoned_by_theory():
+    for size, method in ((1, "simulation"), (2, "simulation"), (16, "simulation"), (17, "theory")):
         plan = planned(size, traces=texts(0.8))
         assert {c.predicted.method for c in (plan, *plan.alternatives)} == {method}
 
