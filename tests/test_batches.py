@@ -155,7 +155,10 @@ def test_ar_and_sd_at_the_same_batch_size_are_what_speed_is_held_against():
     assert plan.predicted.speedup_vs_sd == pytest.approx(speed(plan) / speed(sd))
 
 
-@pytest.mark.parametrize("profile", [{}, {"alpha": 0.5}, {"step": 0.2e-3, "verify_more": 0.0}, {"overhead": 2e-3, "link": 0.5e-3}])
+OTHERS = [{"alpha": 0.5}, {"step": 0.2e-3, "verify_more": 0.0}, {"overhead": 2e-3, "link": 0.5e-3}]
+
+
+@pytest.mark.parametrize("profile", [{}, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
 def test_a_larger_batch_gives_more_tokens_in_all_and_fewer_to_each(profile):
     speeds = [speed(planned(size, **profile)) for size in SIZES]
     # One request alone is simulated, within a few percent of theory.
