@@ -33,11 +33,10 @@ class Job:
     prompt: str | None
     deliver: Callable[[Delivery], None]
     streams: bool = False
-    cancelled: bool = False
     shown: int = 0
 
 
-# What a job's owner hears; the place in the batch goes with the end, so that one queue may serve many jobs.
+# What a job's owner hears, with the job, so that one queue may serve many.
 Delivery = tuple[Job, "StreamChunk | RequestOutput | BaseException"]
 
 
@@ -89,7 +88,6 @@ class Worker:
     def cancel(self, job: Job) -> None:
         """Forget a request, wherever it is; its owner hears no more of it."""
         with self._condition:
-            job.cancelled = True
             self._post(lambda: self._cancel(job))
 
     def call(self, action: Callable[[], T]) -> T:
@@ -129,11 +127,13 @@ class Worker:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._inbox or self._closed or self._busy)
-                if self._closed:
-                    self.failed = self.failed or ValueError("the engine was closed before the request was done")
+                # Taken together: once closed, nothing more comes to be done, and nothing that came is left undone.
+                actions, self._inbox, closed = self._inbox, deque(), self._closed
             try:
-                self._obey()
-                if self._closed:
+                # What they asked with is let go, so that an engine that is dropped is not kept here.
+                while actions:
+                    actions.popleft()()
+                if closed:
                     break
                 if self._busy:
                     self._turn()
@@ -143,14 +143,7 @@ class Worker:
                 self._fail(_failure(error))
             with self._condition:
                 self._condition.notify_all()
-        self._fail(self.failed or ValueError("closed"))
-
-    def _obey(self) -> None:
-        """Do what others have asked for; what they asked with is let go, so that an engine that is dropped is not kept here."""
-        with self._condition:
-            actions, self._inbox = self._inbox, deque()
-        while actions:
-            actions.popleft()()
+        self._fail(ValueError("the engine was closed before the request was done"))
 
     @property
     def _busy(self) -> bool:
@@ -187,7 +180,7 @@ class Worker:
         self._adding -= 1
         if self.failed is not None:
             job.deliver((job, _failure(self.failed)))
-        elif self.scheduler is not None and not job.cancelled:
+        elif self.scheduler is not None:
             self._jobs[job.request] = job
             self.scheduler.add(job.request)
 
@@ -224,8 +217,6 @@ class Worker:
 
 def _failure(error: BaseException) -> BaseException:
     """Return what callers are told of an error that is not theirs."""
-    if isinstance(error, ValueError):
-        return error
     told = RuntimeError(f"decoding failed: {type(error).__name__}: {error}")
     told.__cause__ = error
     return told
