@@ -21,10 +21,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 
 from sim.metrics import Metrics, Round
+from ssd.bench.run import total
 from ssd.engine.engine import Engine
 from ssd.prompts import prompts
 from ssd.specs import Configuration, Hardware, Models, Placement, Plan, SamplingParams
@@ -110,7 +110,7 @@ class Bench:
         outputs = self.engine.generate(list(texts), params)
         if self.engine.health().draft == "lost":
             raise SystemExit(f"the draft was lost: {self.engine.health().reason}")
-        metrics = reduce(Metrics.plus, [output.metrics for output in outputs])
+        metrics = total(outputs)
         together = sum(1 / (output.metrics.time_per_output_token or float("inf")) for output in outputs)
         return Done(metrics, together, tuple(entry for output in outputs for entry in output.rounds))
 
@@ -125,15 +125,15 @@ def show(title: str, table: Table, against: str | None = None) -> None:
     print(f"\n{title}\n\n| way | hit rate | acceptance | tokens a round | tokens/s | ratio (quartiles) |\n|---|---|---|---|---|---|")
     base = dict(table)[against or table[0][0]]
     for name, runs in table:
-        total = reduce(Metrics.plus, [run.metrics for run in runs])
-        hit, judged = total.cache_hit_rate, total.num_cache_hits + total.num_cache_misses
+        totals = total(runs)
+        hit, judged = totals.cache_hit_rate, totals.num_cache_hits + totals.num_cache_misses
         ratios = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, base, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         cells = (
             name,
             f"{hit:.3f} ± {(hit * (1 - hit) / judged) ** 0.5:.3f}" if hit is not None else "",
-            f"{total.draft_acceptance_rate:.3f}" if total.draft_acceptance_rate is not None else "",
-            f"{1 + total.num_accepted_tokens / total.num_rounds:.2f}",
+            f"{totals.draft_acceptance_rate:.3f}" if totals.draft_acceptance_rate is not None else "",
+            f"{1 + totals.num_accepted_tokens / totals.num_rounds:.2f}",
             f"{statistics.median(run.tokens_per_second for run in runs):.1f}",
             f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})",
         )
@@ -142,7 +142,7 @@ def show(title: str, table: Table, against: str | None = None) -> None:
 
 def rate(runs: Sequence[Done]) -> float:
     """Hit rate over all runs."""
-    return reduce(Metrics.plus, [run.metrics for run in runs]).cache_hit_rate or 0.0
+    return total(runs).cache_hit_rate or 0.0
 
 
 def speed(runs: Sequence[Done]) -> float:
@@ -153,7 +153,7 @@ def speed(runs: Sequence[Done]) -> float:
 def acceptance(bench: Bench, kind: str, temperature: float) -> float:
     """The pair's acceptance rate on a prompt set, by SD."""
     ((_, runs),) = bench.run({"sd": bench.sd}, kind, temperature)
-    return float(reduce(Metrics.plus, [run.metrics for run in runs]).draft_acceptance_rate or 0.5)
+    return float(total(runs).draft_acceptance_rate or 0.5)
 
 
 def choices(bench: Bench, kind: str, temperature: float) -> dict[str, Configuration]:
@@ -199,8 +199,8 @@ def saguaro(bench: Bench) -> None:
     table = bench.run(ways, kind, 1.0)
     show(f"Saguaro, {kind}, T = 1", table, "C = 1")
     found = [dict(table)[f"C = {C:g}"] for C in factors]
-    total = [reduce(Metrics.plus, [run.metrics for run in runs]) for runs in found]
-    curves = {"hit rate": [m.cache_hit_rate or 0 for m in total], "acceptance": [m.draft_acceptance_rate or 0 for m in total]}
+    totals = [total(runs) for runs in found]
+    curves = {"hit rate": [m.cache_hit_rate or 0 for m in totals], "acceptance": [m.draft_acceptance_rate or 0 for m in totals]}
     curves["speed, C = 1 is 1"] = [speed(runs) / speed(found[0]) for runs in found]
     plot(bench, "saguaro", "C", "share", factors, curves)
 
@@ -227,7 +227,7 @@ def backups(bench: Bench) -> None:
 
 def crossing(measured: dict[str, list[Done]]) -> str:
     """Theorem 17 with what batch 1 measured: hits, tokens a round, and how much longer a miss waits than a hit, over a verification."""
-    jit, none = (reduce(Metrics.plus, [run.metrics for run in measured[name]]) for name in ("jit", "none"))
+    jit, none = (total(measured[name]) for name in ("jit", "none"))
     T_v = jit.verify_seconds / jit.num_rounds
     waits = {kind: [entry.wait_seconds for run in measured["jit"] for entry in run.rounds if entry.hit is kind] for kind in (True, False)}
     waited = max(0.0, statistics.fmean(waits[False] or [0.0]) - statistics.fmean(waits[True] or [0.0]))

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import product
 
 from ssd.bench.measure import run_once
-from ssd.bench.run import Run, Totals, median_speed
+from ssd.bench.run import Run, median_speed, total
 from ssd.engine.engine import Engine
 from ssd.prompts import prompts
 from ssd.specs import Configuration, Hardware, Models, Placement, Plan, SamplingParams
@@ -85,9 +85,9 @@ def row(name: str, runs: dict[str, list[Run]], sizes: dict[str, list[int]]) -> s
     """Return a line of the table."""
     ratios = [run.tokens_per_second / ar.tokens_per_second for run, ar in zip(runs[name], runs[AR], strict=True)]
     quarter = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    totals = Totals.of(runs[name])
-    hit = totals.hit_rate
-    error = (hit * (1 - hit) / (totals.hits + totals.misses)) ** 0.5 if hit is not None else 0.0
+    totals = total(runs[name])
+    hit = totals.cache_hit_rate
+    error = (hit * (1 - hit) / (totals.num_cache_hits + totals.num_cache_misses)) ** 0.5 if hit is not None else 0.0
     cells = [
         name,
         f"{totals.draft_acceptance_rate:.3f}" if totals.draft_acceptance_rate is not None else "",

@@ -38,6 +38,13 @@ class Round:
         return min(self.accepted, self.committed)
 
 
+def drafter(drafted: int, hit: bool | None, from_backup: bool, backup: str) -> str:
+    """Who made a draft: "cache", "draft" (the draft model in SD), the name of the backup, or "none"; as Round has it."""
+    if not drafted:
+        return "none"
+    return "cache" if hit else backup if from_backup else "draft"
+
+
 @dataclass(frozen=True)
 class Metrics:
     """Sums and ratios over rounds. Only committed tokens count as accepted. A ratio whose denominator is 0 is None.

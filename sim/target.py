@@ -11,7 +11,7 @@ from numpy.random import Generator as Random
 from sim.device import Device
 from sim.link import Link, Piece, Proposal, Steps, Turn, Verdict
 from sim.load import Request, Served
-from sim.metrics import Round
+from sim.metrics import Round, drafter
 from sim.outcomes import Draw
 from sim.scenario import Scenario
 from sim.timeline import Timeline
@@ -145,7 +145,7 @@ class Target(Device):
                 verify_seconds=verified,
                 wait_seconds=waited,
                 start=start,
-                drafter=self._drafter(proposal),
+                drafter=drafter(proposal.drafted, proposal.hit, proposal.backup, self.scenario.backup),
             )
         )
         self._commit(row, outcome, committed)
@@ -165,8 +165,3 @@ class Target(Device):
         looked_up = stream.looked_up if proposal.backup and proposal.drafted else None
         accepted, rank = (looked_up or stream.drafted)(proposal.drafted, proposal.hit is True)
         return Verdict(row.request.name, accepted, rank)
-
-    def _drafter(self, proposal: Proposal) -> str:
-        if not proposal.drafted:
-            return "none"
-        return "cache" if proposal.hit else self.scenario.backup if proposal.backup else "draft"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from functools import reduce
+from itertools import pairwise
+from typing import Protocol
 
 from sim.metrics import Metrics
 from sim.timeline import Timeline
@@ -40,6 +42,15 @@ class Run:
         return [after - before for before, after in pairwise(ends)]
 
 
+class HasMetrics(Protocol):
+    """Whatever was counted."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Its counts and seconds."""
+        ...
+
+
 Runs = dict[Configuration, list[Run]]
 
 
@@ -48,51 +59,6 @@ def median_speed(runs: Sequence[Run]) -> float:
     return statistics.median(run.tokens_per_second for run in runs)
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counts and seconds of several requests, and the ratios of the sums, none where nothing was counted."""
-
-    hits: int
-    misses: int
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    verify_seconds: float
-    wait_seconds: float
-    decode_seconds: float
-    histogram: tuple[int, ...]
-
-    @classmethod
-    def of(cls, runs: Sequence[Run]) -> Totals:
-        """Sum up."""
-        parts = [run.metrics for run in runs]
-        return cls(
-            hits=sum(m.num_cache_hits for m in parts),
-            misses=sum(m.num_cache_misses for m in parts),
-            drafts=sum(m.num_drafts for m in parts),
-            draft_tokens=sum(m.num_draft_tokens for m in parts),
-            accepted_tokens=sum(m.num_accepted_tokens for m in parts),
-            verify_seconds=sum(m.verify_seconds for m in parts),
-            wait_seconds=sum(m.wait_seconds for m in parts),
-            decode_seconds=sum(run.decode_seconds for run in runs),
-            histogram=tuple(sum(counts) for counts in zip_longest(*(m.acceptance_histogram for m in parts), fillvalue=0)),
-        )
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Hits over hits and misses."""
-        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
-
-    @property
-    def draft_acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
-
-    @property
-    def mean_acceptance_length(self) -> float | None:
-        """Tokens a draft, bonus included."""
-        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
-
-    def acceptance_per_position(self) -> tuple[float, ...]:
-        """Return, for each place in a draft, the share of drafts whose token there was accepted."""
-        return tuple(sum(self.histogram[k + 1 :]) / self.drafts for k in range(len(self.histogram) - 1))
+def total(runs: Sequence[HasMetrics]) -> Metrics:
+    """Return the counts, seconds and ratios of several runs together."""
+    return reduce(Metrics.plus, [run.metrics for run in runs])

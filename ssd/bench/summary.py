@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from sim.metrics import Metrics
 from sim.timeline import Timeline
 from ssd.bench.result import BenchResult, BenchRow, Latencies, Quartiles, ServingResult, Skipped
-from ssd.bench.run import Run, Runs, Totals, median_speed
+from ssd.bench.run import Run, Runs, median_speed, total
 from ssd.specs import Configuration, Plan
 
 
@@ -35,7 +36,7 @@ def _differing(runs: Runs) -> tuple[int, ...]:
 
 def _row(configuration: Configuration, runs: Runs) -> BenchRow:
     ours = runs[configuration]
-    totals = Totals.of(ours)
+    totals, seconds = total(ours), sum(run.decode_seconds for run in ours)
     alone, used = set(configuration.placement.target), _used(configuration)
     spans = Timeline(span for run in ours for span in run.timeline.spans)
     return BenchRow(
@@ -46,11 +47,11 @@ def _row(configuration: Configuration, runs: Runs) -> BenchRow:
         speedup_vs_sd=_speedup(ours, _rival("sd", alone, runs)),
         speedup_vs_ar_equal_devices=_speedup(ours, _rival("ar", used, runs, within=True)),
         speedup_vs_sd_equal_devices=_speedup(ours, _rival("sd", used, runs, within=True)),
-        hit_rate=totals.hit_rate,
+        hit_rate=totals.cache_hit_rate,
         draft_acceptance_rate=totals.draft_acceptance_rate,
         mean_acceptance_length=totals.mean_acceptance_length,
-        verify_share=totals.verify_seconds / totals.decode_seconds,
-        wait_share=totals.wait_seconds / totals.decode_seconds,
+        verify_share=totals.verify_seconds / seconds,
+        wait_share=totals.wait_seconds / seconds,
         overlap=spans.overlap(),
     )
 
@@ -79,19 +80,25 @@ def _speedup(ours: Sequence[Run], theirs: Sequence[Run] | None) -> float | None:
 
 
 def _serving(configuration: Configuration, runs: Sequence[Run]) -> ServingResult:
-    totals, metrics = Totals.of(runs), [run.metrics for run in runs]
+    totals, metrics = total(runs), [run.metrics for run in runs]
     return ServingResult(
         configuration=configuration,
         successful_requests=len(runs),
-        duration=sum(m.total_seconds for m in metrics),
+        duration=totals.total_seconds,
         total_input_tokens=sum(len(run.output.prompt_token_ids) for run in runs),
-        total_generated_tokens=sum(m.num_output_tokens for m in metrics),
+        total_generated_tokens=totals.num_output_tokens,
         time_to_first_token=Latencies.of([m.time_to_first_token or 0.0 for m in metrics]),
         time_per_output_token=Latencies.of([m.time_per_output_token or 0.0 for m in metrics]),
         inter_token_latency=Latencies.of([gap for run in runs for gap in run.gaps()]),
         end_to_end_latency=Latencies.of([m.total_seconds for m in metrics]),
-        num_drafts=totals.drafts,
-        num_draft_tokens=totals.draft_tokens,
-        num_accepted_tokens=totals.accepted_tokens,
-        acceptance_per_position=totals.acceptance_per_position(),
+        num_drafts=totals.num_drafts,
+        num_draft_tokens=totals.num_draft_tokens,
+        num_accepted_tokens=totals.num_accepted_tokens,
+        acceptance_per_position=_acceptance_per_position(totals),
     )
+
+
+def _acceptance_per_position(totals: Metrics) -> tuple[float, ...]:
+    """Return, for each place in a draft, the share of drafts whose token there was accepted."""
+    histogram = totals.acceptance_histogram
+    return tuple(sum(histogram[k + 1 :]) / totals.num_drafts for k in range(len(histogram) - 1))

@@ -9,6 +9,7 @@ import numpy as np
 from ssd.engine.cache import Candidates
 from ssd.engine.link import Counts
 from ssd.engine.proposer import Proposer
+from theory.acceptance import accepted_length_law
 from theory.calibration import Calibration
 
 # Half of what is known fades in some 350 outcomes.
@@ -37,9 +38,7 @@ class Confidence:
         a_j and r_k are calibrated: theory.outcomes.estimated_outcomes with what the confidences have been worth.
         """
         sent, rejected, full = (self._of(kind) for kind in names)
-        a = sent.calibrated(seen.confidences)
-        reached = np.concatenate([[1.0], np.cumprod(a)])
-        ends = reached * np.concatenate([1 - a, [1.0]])
+        ends = accepted_length_law(sent.calibrated(seen.confidences), len(seen.confidences))
         r = np.concatenate([rejected.calibrated(seen.chances[:-1]), full.calibrated(seen.chances[-1:])])
         return np.asarray(np.where(seen.chances > 0, ends[:, None] * r, 0.0))
 

@@ -87,12 +87,12 @@ class DraftRow:
         if self.lookup is not None:
             self.lookup.add(tokens)
         self.waves, self.sent, self.seen = [], (), None
-        self.trunk.release_all_but(self.draft.slots[0] if self.draft is not None else np.empty(0, dtype=np.int64))
+        self.trunk.release_all_but(*([self.draft.slots[0]] if self.draft is not None else []))
 
     def forget_draft(self) -> None:
         """Drop the draft, as if its outcome had not been in the cache."""
         self.draft = None
-        self.trunk.release_all_but(np.empty(0, dtype=np.int64))
+        self.trunk.release_all_but()
 
     def plant(self, accepted: np.ndarray, ranks: np.ndarray, steps: int) -> Branches:
         """Give each chosen candidate a branch of `steps` places, rooted after the accepted tokens and seeing only them."""

@@ -127,13 +127,14 @@ class Trunk:
         self.length = length
         self.mask[:] = False
         self.mask[self.places] = True
-        self.release_all_but(np.empty(0, dtype=np.int64))
+        self.release_all_but()
 
-    def release_all_but(self, kept: np.ndarray) -> None:
-        """Give back every slot that neither the text nor `kept` holds."""
+    def release_all_but(self, *kept: np.ndarray) -> None:
+        """Give back every slot that neither the text nor any of `kept` holds."""
         unused = ~self.mask
         unused[0] = False
-        unused[kept] = False
+        for slots in kept:
+            unused[slots] = False
         self.slots.release(np.flatnonzero(unused))
 
     def chain(self, count: int) -> tuple[np.ndarray, np.ndarray]:

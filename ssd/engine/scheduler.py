@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
 
-from sim.metrics import Metrics, Round
+from sim.metrics import Metrics, Round, drafter
 from sim.timeline import Span
 from ssd.engine.link import Draft, Outcome, Outcomes, Start, Stop
 from ssd.engine.peer import DraftPeer
@@ -83,14 +83,6 @@ class Request:
         )
 
 
-@dataclass
-class Told:
-    """A round whose outcomes have left: when, and which."""
-
-    round: int = 0
-    at: float = 0.0
-
-
 class Scheduler:
     """Decodes requests round by round with a target and, unless mode is ar, a draft; they join and leave between any two rounds."""
 
@@ -98,7 +90,8 @@ class Scheduler:
         self.target, self.peer, self.spans, self.backup = target, peer, spans, backup
         self.waiting: WaitingRoom[Request] = WaitingRoom()
         self.running: dict[int, Request] = {}
-        self._told = Told()
+        # The round whose outcomes left last, and when they did.
+        self._round, self._told = 0, 0.0
         self._drafted = self._accepted = self._drafts = 0
         self._warned = False
 
@@ -128,7 +121,7 @@ class Scheduler:
         self._admit()
         if not self.running:
             return []
-        index = self._told.round + 1
+        index = self._round + 1
         drafts = self._drafts_due(index)
         asked = monotonic()
         begun = {row: request for row, request in self.running.items() if request.output}
@@ -137,7 +130,7 @@ class Scheduler:
         with recorded(self.spans, "target", "verify" if proposals else "prefill", index, names):
             verdicts = self.target.round(proposals, SHARED_CHUNK if proposals else PREFILL_CHUNK)
         verified = monotonic()
-        wait = asked - self._told.at if self._told.at and drafts else 0.0
+        wait = asked - self._told if self._told and drafts else 0.0
         gains = self._settle(index, proposals, verdicts)
         for row, kept in gains.items():
             request = self.running[row]
@@ -181,7 +174,7 @@ class Scheduler:
         running = {request.request_id for request in self.running.values()}
         drafts = {name: draft for name, draft in self.peer.drafts().items() if name in running}
         if drafts:
-            self.spans.append(Span("target", "wait", self._told.at, monotonic(), index, ", ".join(drafts)))
+            self.spans.append(Span("target", "wait", self._told, monotonic(), index, ", ".join(drafts)))
         return drafts
 
     def _proposal(self, request: Request, drafts: Mapping[str, Draft]) -> Proposal:
@@ -196,7 +189,7 @@ class Scheduler:
             gains[row] = request.commit([*drafted[: verdict.accepted], verdict.bonus], verdict.logprobs)
             if self.peer is not None and request.finish_reason is None and request.request_id in self.peer.known:
                 outcomes.append(Outcome(request.request_id, verdict.accepted, verdict.bonus))
-        self._told = Told(index, monotonic())
+        self._round, self._told = index, monotonic()
         if self.peer is not None and outcomes:
             self.peer.report(Outcomes(index, tuple(outcomes)))
         return gains
@@ -215,7 +208,7 @@ class Scheduler:
                 verify_seconds=verify,
                 wait_seconds=wait,
                 start=start,
-                drafter=_drafter(draft, self.backup),
+                drafter=drafter(len(draft.tokens), draft.hit, draft.backup, self.backup),
             )
         )
         self._watch_acceptance(drafted, verdict.accepted)
@@ -232,10 +225,3 @@ class Scheduler:
                 self._drafted,
                 self._drafts,
             )
-
-
-def _drafter(draft: Draft, backup: str) -> str:
-    """Return who made a draft: the cache, the draft model in SD, a backup, or nobody."""
-    if not draft.tokens:
-        return "none"
-    return "cache" if draft.hit else backup if draft.backup else "draft"

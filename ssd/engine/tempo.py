@@ -7,6 +7,8 @@ from time import monotonic
 
 import numpy as np
 
+from theory.acceptance import expected_tokens
+
 # What a new measurement counts for, and how fast old ones fade.
 WEIGHT = 0.2
 MEMORY = 0.98
@@ -80,7 +82,7 @@ class Tempo:
         step, a = self.step(tokens), self.acceptance
         if step is None or self.verification is None:
             return True
-        expected = sum((1 - a ** (count + 1)) / (1 - a) for count in drafted)
+        expected = float(expected_tokens(a, list(drafted)).sum())
         more = sum(a ** (count + 1) for count in short)
         return more * self.verification > expected * float(step)
 
