@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,6 +61,27 @@ def situations(draw, schemes=ASKED, backups=("jit", "ngram", "none")):
         "requests": draw(st.lists(asked(schemes), min_size=1, max_size=8)),
         "patient": draw(st.booleans()),
     }
+
+
+def finish(scheduler):
+    """Play rounds until nobody is left."""
+    while scheduler.busy:
+        scheduler.step()
+
+
+def join(scheduler, late, after):
+    """Let one request decode a little, and another one join it then."""
+    scheduler.add(after)
+    while len(after.output) < 4:
+        scheduler.step()
+    scheduler.add(late)
+
+
+def watched(owner, name, look):
+    """The list of what `look` makes of each call of a method, which does what it did."""
+    seen, method = [], getattr(owner, name)
+    setattr(owner, name, lambda *given: (seen.append(look(*given)), method(*given))[1])
+    return seen
 
 
 def play(both, case, how):
@@ -133,7 +156,7 @@ def test_rejection_with_whole_drafts_and_jit_gives_in_any_batch_what_sd_gives_al
     @given(situations([ASKED[-1]], backups=("jit",)))
     def law(case):
         target = tiny_model("llama", case["seed"])
-        how = case["how"].__class__(**{**vars_of(case["how"]), "building": "fixed"})
+        how = replace(case["how"], building="fixed")
         with pair(target, noisy(target, case["noise"], case["seed"] + 1), CONTEXT, rows=case["rows"]) as both:
             together = play(both, case, how)
             for one, request in zip(case["requests"], together, strict=True):
@@ -147,10 +170,6 @@ def test_rejection_with_whole_drafts_and_jit_gives_in_any_batch_what_sd_gives_al
     assert min(seen["cache"], seen["jit"]) > 50, seen
 
 
-def vars_of(frozen):
-    return {name: getattr(frozen, name) for name in frozen.__dataclass_fields__}
-
-
 def test_a_prompt_that_is_fed_in_pieces_lets_the_others_go_on(monkeypatch):
     monkeypatch.setattr("ssd.engine.scheduler.SHARED_CHUNK", 5)
     monkeypatch.setattr("ssd.engine.draft.SHARED_CHUNK", 4)
@@ -158,10 +177,7 @@ def test_a_prompt_that_is_fed_in_pieces_lets_the_others_go_on(monkeypatch):
     with pair(target, noisy(target, 0.1, 1), CONTEXT, rows=2) as both:
         quick, long = both.request([1, 2], 40), both.request(range(1, 60), 10)
         scheduler = both.scheduler(setup(3, (1, 1, 1, 1)))
-        scheduler.add(quick)
-        while len(quick.output) < 4:
-            scheduler.step()
-        scheduler.add(long)
+        join(scheduler, long, after=quick)
         gained = 0
         while not long.output:
             before = len(quick.output)
@@ -169,8 +185,7 @@ def test_a_prompt_that_is_fed_in_pieces_lets_the_others_go_on(monkeypatch):
             gained += 1
             assert len(quick.output) > before or quick.finish_reason
         assert gained >= 12
-        while scheduler.busy:
-            scheduler.step()
+        finish(scheduler)
     assert differs(target, [1, 2], quick.output, reference(target, [1, 2], 40)) is None
     assert differs(target, list(range(1, 60)), long.output, reference(target, list(range(1, 60)), 10)) is None
 
@@ -180,19 +195,15 @@ def test_rows_that_hit_are_not_drafted_anew_when_another_misses():
     target = tiny_model("llama", 7)
     whole = (target.config.vocab_size,) * 3
     with pair(target, noisy(target, 0.3, 1), CONTEXT, rows=4) as both:
-        fed = []
-        feed = both.drafter._feed
-        both.drafter._feed = lambda rows, chunk, abort=None: (
-            abort is None and fed.extend((row.request, row.hit) for row in rows),
-            feed(rows, chunk, abort),
-        )
+        answers = watched(both.drafter, "_feed", lambda rows, _, abort=None: [row.hit for row in rows] if abort is None else [])
         both.decode_all(setup(2, (1, 0, 1), (1, 0, 1)), [both.request([p], 30) for p in range(4)], patient=True)
-        some = list(fed)
-        fed.clear()
+        some = list(chain.from_iterable(answers))
+        answers.clear()
         both.decode_all(setup(2, whole), [both.request([p], 9) for p in range(4)], patient=True)
-    assert any(not hit for _, hit in some)
-    assert not any(hit for _, hit in some), "a hit was drafted anew"
-    assert {hit for _, hit in fed} <= {False}
+    fed = list(chain.from_iterable(answers))
+    assert any(not hit for hit in some)
+    assert not any(some), "a hit was drafted anew"
+    assert set(fed) <= {False}
     assert len(fed) < len(some)
 
 
@@ -200,9 +211,7 @@ def test_rows_that_hit_are_not_drafted_anew_when_another_misses():
 def test_an_adaptive_budget_is_kept_over_all_rows_together(budget):
     target = tiny_model("llama", 9)
     with pair(target, noisy(target, 0.2, 1), CONTEXT, rows=4) as both:
-        planted = []
-        plant = both.drafter._planted
-        both.drafter._planted = lambda wave: (planted.append(Counter(row.request for _, row, _, _ in wave)), plant(wave))[1]
+        planted = watched(both.drafter, "_planted", lambda wave: Counter(row.request for _, row, _, _ in wave))
         both.decode_all(setup(2, budget=budget), [both.request([p], 40) for p in range(4)], patient=True)
     assert max(sum(wave.values()) for wave in planted) == 4 * budget
     assert all(sum(wave.values()) <= budget * max(len(wave), 4) for wave in planted)
@@ -234,14 +243,11 @@ def test_prompts_that_begin_alike_are_fed_once_and_the_tokens_stay_the_same(monk
     prompts = [[*shared, *tail][:60] for tail in tails]
     with pair(target, noisy(target, 0.1, seed), CONTEXT, rows=3) as both:
         requests = [both.request(prompt, 8) for prompt in prompts]
-        fed = []
         scheduler = both.scheduler(setup(2, (1, 1, 1)))
-        forward = scheduler.target.model.forward
-        scheduler.target.model.forward = lambda rows, *rest: (fed.append(sum(len(q.slots) for q in rows.values())), forward(rows, *rest))[1]
+        fed = watched(scheduler.target.model, "forward", lambda rows, *_: sum(len(q.slots) for q in rows.values()))
         for request in requests:
             scheduler.add(request)
-        while scheduler.busy:
-            scheduler.step()
+        finish(scheduler)
         verified = sum(1 + r.drafted for request in requests for r in request.rounds)
         assert sum(fed) - verified <= sum(map(len, prompts)) - 30 * (len(prompts) - 1) + 16 * len(prompts)
         for prompt, request in zip(prompts, requests, strict=True):
@@ -272,9 +278,9 @@ def test_a_row_is_chosen_for_what_it_holds_and_else_for_its_age():
 
 
 def target_queries(trunk, model):
-    from ssd.engine.forward import chain
+    from ssd.engine.forward import chain as fed_after
 
-    return chain(trunk, [1], 1, model.device)
+    return fed_after(trunk, [1], 1, model.device)
 
 
 # --- who waits ---
@@ -338,8 +344,7 @@ def test_prompts_that_are_the_same_wait_for_one_and_then_start_together():
         gained = [len(scheduler.step()) for _ in range(2)]
         assert gained[0] == 1
         assert gained[1] == 8
-        while scheduler.busy:
-            scheduler.step()
+        finish(scheduler)
     assert len({tuple(request.output) for request in requests}) > 1
 
 
@@ -349,13 +354,9 @@ def test_a_request_that_stops_takes_no_cache_from_the_others():
     with pair(target, noisy(target, 0.0, 1), CONTEXT, rows=3) as both:
         scheduler = both.scheduler(setup(2, (0, 0, 1)), patient=True)
         steady, short, long = both.request([1], 60), both.request([2], 8), both.request(range(1, 80), 8)
-        for request in (steady, short):
-            scheduler.add(request)
-        while len(short.output) < 4:
-            scheduler.step()
-        scheduler.add(long)
-        while scheduler.busy:
-            scheduler.step()
+        scheduler.add(steady)
+        join(scheduler, long, after=short)
+        finish(scheduler)
     assert all(r.hit for r in steady.rounds[1:])
 
 
@@ -364,30 +365,19 @@ def test_one_long_prompt_takes_no_draft_from_the_others(monkeypatch):
     monkeypatch.setattr("ssd.engine.tempo.Tempo.worthwhile", lambda *_: True)
     target = tiny_model("llama", 8)
     with pair(target, noisy(target, 0.3, 1), CONTEXT, rows=2) as both:
-        answered = []
-        feed = both.drafter._feed
-        both.drafter._feed = lambda rows, chunk, abort=None: (
-            abort is None and answered.extend(len(row.pending) for row in rows),
-            feed(rows, chunk, abort),
-        )
+        answers = watched(both.drafter, "_feed", lambda rows, _, abort=None: [len(row.pending) for row in rows] if abort is None else [])
         scheduler = both.scheduler(setup(3, budget=3, building="anytime"))
         quick, long = both.request([1, 2], 30), both.request(range(1, 80), 4)
-        scheduler.add(quick)
-        while len(quick.output) < 4:
-            scheduler.step()
-        scheduler.add(long)
-        while scheduler.busy:
-            scheduler.step()
+        join(scheduler, long, after=quick)
+        finish(scheduler)
     assert all(r.drafted == 3 for r in quick.rounds[:-2]), [r.drafted for r in quick.rounds]
-    assert max(answered) <= 8, "an answer waited for a prompt"
+    assert max(chain.from_iterable(answers)) <= 8, "an answer waited for a prompt"
 
 
 def test_a_wide_list_gives_all_it_has_to_the_last_place_of_a_short_draft():
     target = tiny_model("llama", 5)
     with pair(target, noisy(target, 1.0, 1), CONTEXT) as both:
-        planted = []
-        plant = both.drafter._planted
-        both.drafter._planted = lambda wave: (planted.append(len(wave)), plant(wave))[1]
+        planted = watched(both.drafter, "_planted", len)
         both.decode(setup(2, (20, 20, 20), backup="none"), [5], 12, patient=True)
     assert set(planted) == {60}
 
@@ -406,8 +396,7 @@ def test_a_draft_that_is_taken_back_goes_on_from_what_each_request_has_by_then()
         # What a restart leaves: a draft that knows no request.
         assert both.peer.configure(how)
         known = [len(request.rounds) for request in requests]
-        while scheduler.busy:
-            scheduler.step()
+        finish(scheduler)
     for request, before in zip(requests, known, strict=True):
         assert request.rounds[before].drafted == 0
         assert all(r.accepted == r.drafted == 3 for r in request.rounds[before + 1 : -1])
