@@ -167,6 +167,7 @@ def test_a_larger_batch_gives_more_tokens_in_all_and_fewer_to_each(profile):
         assert fast / many <= slow / few * 1.03
 
 
+@pytest.mark.slow
 def test_speculation_gains_less_the_larger_the_batch_where_tokens_cost():
     gains = [planned(size, alpha=0.7).predicted.speedup_vs_ar for size in SIZES]
     assert gains[0] > 2

@@ -73,7 +73,7 @@ def test_all_modes_and_placements_of_one_engine_give_the_same_tokens(plan_for, e
         assert engine.health().draft == "ok"
 
 
-@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("restart", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_draft_loses_no_request(plan_for, expected, restart):
     with ssd.Engine.from_plan(plan_for(), restart=restart) as engine:
         assert engine.health() == Health("ok")
