@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,9 @@ from transformers import (
 )
 
 from ssd.specs import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_TARGET, Hardware, Models, Placement
+
+if TYPE_CHECKING:
+    from ssd.engine.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +115,8 @@ class LoadedModel:
     vocab_size: int
     max_positions: int
     query_groups: int
+    # Its weights as the engine's own kernels play them; `module` is then empty.
+    decoder: Decoder | None = None
 
 
 @dataclass(frozen=True)
@@ -335,6 +340,7 @@ def load(source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bo
 
     drafts: whether it only proposes; a draft whose configuration lists `draft_vocabulary` then proposes nothing else.
     """
+    from ssd.engine.decoder import Decoder
     from ssd.engine.kv import ATTENTION
     from ssd.engine.linear import fp32_compute_from_bf16
 
@@ -349,6 +355,9 @@ def load(source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bo
         ) from error
     if drafts:
         _shorten_head(source, module)
+    decoder = None
     if device.type == "cpu" and dtype == torch.float32:
-        fp32_compute_from_bf16(module)
-    return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions, source.query_groups)
+        decoder = Decoder.of(module)
+        if decoder is None:
+            fp32_compute_from_bf16(module)
+    return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions, source.query_groups, decoder)

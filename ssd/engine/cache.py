@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ssd.engine.forward import Queries, SlotModel
+from ssd.engine.forward import SlotModel
 from ssd.engine.kv import Abort
 from ssd.engine.proposer import Proposer
+from ssd.engine.queries import Queries
 from ssd.sampling import Before, extend
 from theory.fanout import shortened
 

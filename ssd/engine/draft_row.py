@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from ssd.engine.cache import Branches, Candidates, Roots
-from ssd.engine.forward import Queries, chain
+from ssd.engine.forward import chain
 from ssd.engine.kv import Trunk
 from ssd.engine.link import Start
 from ssd.engine.ngram import Lookup
 from ssd.engine.proposer import Proposer
+from ssd.engine.queries import Queries
 from ssd.sampling import extend, padded, prefix_hash
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ssd.engine import linear_kernel as kernel
+from ssd.engine import native
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class FastLinear(nn.Module):
             raise ValueError(f"weight must be [out, in], got shape {tuple(weight.shape)}")
         if not fits_bf16(weight):
             raise ValueError(f"weight ({weight.dtype}) holds numbers that bf16 cannot: keep torch.nn.Linear for it")
-        vectors = kernel.host_vectors()
+        vectors = native.host_vectors()
         words = kernel.pack(weight.detach().to(torch.bfloat16), vectors.lanes if vectors else 16)
         padded_bias = torch.zeros(words.shape[0] * 2 * words.shape[2], device=weight.device)
         if bias is not None:
@@ -48,13 +49,13 @@ class FastLinear(nn.Module):
                 f"expected float32 activations [..., {self.in_features}], got {x.dtype} {tuple(x.shape)};"
                 " for a model loaded in bf16 call fp32_compute_from_bf16"
             )
-        if not x.is_cpu or kernel.why_unavailable():
+        if not x.is_cpu or native.why_unavailable():
             return self._with_torch(x)
         out = kernel.matmul(x.contiguous(), self.words, self.padded_bias)
         return out if out.shape[-1] == self.out_features else out[..., : self.out_features].contiguous()
 
     def _with_torch(self, x: torch.Tensor) -> torch.Tensor:
-        _say_once(f"FastLinear uses torch on {x.device.type}: {kernel.why_unavailable() or 'its kernel is for CPUs'}")
+        _say_once(f"FastLinear uses torch on {x.device.type}: {native.why_unavailable() or 'its kernel is for CPUs'}")
         weight = kernel.unpack(self.words, self.out_features)
         return nn.functional.linear(x, weight.float(), self.padded_bias[: self.out_features])
 
@@ -85,7 +86,7 @@ def fits_bf16(weight: torch.Tensor) -> bool:
 
 def replace_linears(model: nn.Module) -> int:
     """Replace, in place, the linear layers below `model` whose weights bf16 holds exactly; returns how many. Needs fp32 activations."""
-    if reason := kernel.why_unavailable():
+    if reason := native.why_unavailable():
         _say_once(f"linear layers stay torch's: {reason}")
         return 0
     left: list[str] = []

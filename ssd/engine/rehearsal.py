@@ -11,7 +11,8 @@ import torch
 
 from ssd.engine.cache import CANDIDATES, Candidates
 from ssd.engine.confidence import GREEDY, Confidence
-from ssd.engine.forward import Queries, SlotModel
+from ssd.engine.forward import SlotModel
+from ssd.engine.queries import Queries
 from ssd.models import LoadedModel
 
 SCORE_CHUNK = 128

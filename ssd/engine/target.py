@@ -9,10 +9,11 @@ from itertools import accumulate, count
 import numpy as np
 import torch
 
-from ssd.engine.forward import Queries, SlotModel, chain
+from ssd.engine.forward import SlotModel, chain
 from ssd.engine.kv import Trunk
 from ssd.engine.packed import Laws
 from ssd.engine.prefix import PREFILL_CHUNK, gains_by_waiting, place_for, share_prefix
+from ssd.engine.queries import Queries
 from ssd.models import LoadedModel
 from ssd.sampling import Before, Parameters, Proposed, Purpose, log_law, noise_key, padded, prefix_hash, processed, verify
 from ssd.specs import SamplingParams

@@ -19,10 +19,11 @@ import torch
 from transformers import AutoConfig
 
 import ssd
-from ssd.engine.forward import Queries, SlotModel
+from ssd.engine.forward import SlotModel
 from ssd.engine.kv import Slots
 from ssd.engine.link import Draft, Drafts, Link, LinkError, Outcome, Outcomes, Ready
 from ssd.engine.peer import DraftPeer
+from ssd.engine.queries import Queries
 from ssd.specs import Models, Placement, SamplingParams
 from tests.engine.inprocess import differs, loaded, noisy, pair, recorded, reference, setup, tiny_model
 from tests.plans import CORES, hand_typed, two_cores

@@ -16,10 +16,10 @@ from torch.nn.functional import linear as torch_linear
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from ssd.engine import linear, linear_kernel
+from ssd.engine import linear, linear_kernel, native
 from ssd.engine.linear import Bf16Embedding, FastLinear, fp32_compute_from_bf16, replace_linears
 
-needs_kernel = pytest.mark.skipif(bool(linear_kernel.why_unavailable()), reason=linear_kernel.why_unavailable())
+needs_kernel = pytest.mark.skipif(bool(native.why_unavailable()), reason=native.why_unavailable())
 needs_two_cores = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and leave to run on two cores"
 )
@@ -91,9 +91,9 @@ def test_each_vector_width_and_tile_is_right(lanes: int, tokens: int) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize(("tokens", "blocks"), [(1, 4), (2, 4), (3, 3), (4, 3), (5, 2), (6, 2), (7, 1), (14, 1), (15, 0)])
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 6), (2, 6), (3, 4), (4, 3), (5, 2), (6, 1), (7, 1), (14, 1), (15, 0)])
 def test_sums_never_exceed_the_registers(tokens: int, blocks: int) -> None:
-    assert linear_kernel.VECTORS[16].blocks_at_once(tokens) == blocks
+    assert native.VECTORS[16].blocks_at_once(tokens) == blocks
 
 
 def test_more_tokens_than_a_chunk_of_weights_and_a_tile_hold() -> None:
@@ -160,7 +160,7 @@ def test_user_mistakes_are_named() -> None:
 def test_one_thread_touches_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = FastLinear(bf16_numbers(1024, 512)), torch.randn(4, 512)
     layer(x)
-    monkeypatch.setattr(linear_kernel, "_openmp", lambda: pytest.fail("asked for a team"))
+    monkeypatch.setattr(native, "openmp", lambda: pytest.fail("asked for a team"))
     layer(x)
 
 
@@ -174,7 +174,7 @@ def test_cores_may_change_between_calls() -> None:
         for mask in ({min(cores)}, cores, {max(cores)}, cores):
             os.sched_setaffinity(0, mask)
             assert_same(layer(x), expected)
-            assert linear_kernel._threads(1 << 30) == min(2, len(mask))
+            assert native.team_size() == min(2, len(mask))
     finally:
         os.sched_setaffinity(0, cores)
 
@@ -185,9 +185,9 @@ def test_a_team_born_on_one_core_is_spread_over_both() -> None:
     cores = os.sched_getaffinity(0)
     torch.set_num_threads(2)
     try:
-        linear_kernel._spread({min(cores)}, 2)
+        native.spread({min(cores)}, 2)
         os.sched_setaffinity(0, cores)
-        linear_kernel._threads(1 << 30)
+        native.team_size()
         assert [os.sched_getaffinity(task) for task in team()] == [cores, cores]
     finally:
         os.sched_setaffinity(0, cores)
@@ -197,7 +197,7 @@ def team() -> list[int]:
     """The two threads that share a product."""
     seen: list[int] = []
     task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: seen.append(threading.get_native_id()))
-    linear_kernel._openmp().GOMP_parallel(ctypes.cast(task, ctypes.c_void_p), None, 2, 0)
+    native.openmp().GOMP_parallel(ctypes.cast(task, ctypes.c_void_p), None, 2, 0)
     return seen
 
 
@@ -261,7 +261,7 @@ def test_conv1d_is_a_transposed_linear() -> None:
 
 
 def test_without_the_kernel_a_model_computes_in_fp32_with_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(linear_kernel, "why_unavailable", lambda: "no reason")
+    monkeypatch.setattr(native, "why_unavailable", lambda: "no reason")
     reference, model = tiny("qwen2"), tiny("qwen2").to(torch.bfloat16)
     with caplog.at_level(logging.WARNING):
         assert fp32_compute_from_bf16(model) == 0
@@ -274,7 +274,7 @@ def test_without_the_kernel_a_model_computes_in_fp32_with_torch(monkeypatch: pyt
 def test_without_the_kernel_a_fast_linear_uses_torch_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(linear_kernel, "why_unavailable", lambda: "no reason")
+    monkeypatch.setattr(native, "why_unavailable", lambda: "no reason")
     weight, bias, x = bf16_numbers(30, 20), torch.randn(30), torch.randn(3, 20)
     layer = FastLinear(weight, bias)
     with caplog.at_level(logging.WARNING):

@@ -1,0 +1,290 @@
+"""A decoder of the Llama family on a CPU, played layer by layer with few calls of machine code.
+
+Of a small model's forward through transformers two thirds are not arithmetic but Python and small operators. Here a layer is eight calls
+whose arguments are made once for each number of tokens: norm, projections of queries, keys and values in one product, rotary positions
+with the write into slots, attention, output projection onto the residual, norm, gated projection, down projection onto it.
+The numbers are those of fp32 on the checkpoint's bf16 weights, as `ssd.engine.linear` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ssd.engine import decoder_kernel as kernels
+from ssd.engine import linear_kernel, native
+from ssd.engine.kv import Abort, Aborted
+from ssd.engine.linear import fits_bf16, fp32_compute_from_bf16
+from ssd.engine.queries import Fed
+
+# Architectures whose layers are as above, and how their rotary positions may be made for the numbers of a token to hang on its place alone.
+FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+ROTARY = ("default", "linear", "llama3", "yarn")
+# Programs, one for each number of tokens and rows, that are kept; and for how many tokens more, at least, room is made.
+MAX_PROGRAMS = 256
+ROOM = 32
+
+# The calls of each layer.
+Program = list[list[tuple[Any, tuple[Any, ...]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The weight of a product as its kernel reads it, `[out, in]`, with its bias."""
+
+    words: torch.Tensor
+    bias: torch.Tensor
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear], lanes: int, *, gated: bool = False) -> Packed:
+        """Pack the weights of layers one below the other; of a gated one's two, the rows in turns."""
+        weights = [_weight(layer).detach().to(torch.bfloat16) for layer in layers]
+        biases = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers]
+        if gated:
+            weights = [torch.stack([w.view(-1, lanes, w.shape[1]) for w in weights], 1).flatten(0, 2)]
+            biases = [torch.stack([bias.view(-1, lanes) for bias in biases], 1).flatten()]
+        words = linear_kernel.pack(torch.cat(weights), lanes)
+        bias = torch.zeros(2 * lanes * len(words))
+        bias[: sum(map(len, biases))] = torch.cat(biases)
+        return cls(words, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights."""
+
+    norm: torch.Tensor
+    projection: Packed
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    output: Packed
+    feed_norm: torch.Tensor
+    gate: Packed
+    down: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A decoder's weights: an embedding, layers, a norm, a head and the rotary positions; and the sizes that its kernels need."""
+
+    embedding: nn.Module
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: nn.Module
+    rotary: nn.Module
+    heads: int
+    kv_heads: int
+    size: int
+    hidden: int
+    intermediate: int
+    eps: float
+    scale: float
+
+    @classmethod
+    def of(cls, module: Any) -> Decoder | None:
+        """Take the weights out of a transformers model on a CPU, which is then of no more use; None where it is not of the family."""
+        if not _is_of_family(module):
+            return None
+        vectors = native.host_vectors()
+        if vectors is None:
+            return None
+        config, attention = module.config, module.model.layers[0].self_attn
+        size, scale = int(attention.head_dim), float(attention.scaling)
+        del attention
+        layers = []
+        while len(module.model.layers):
+            layers.append(_layer(module.model.layers[0], vectors.lanes))
+            # Each is let go once it is packed: the weights are never there twice.
+            del module.model.layers[0]
+        fp32_compute_from_bf16(module)
+        return cls(
+            embedding=module.model.embed_tokens,
+            layers=tuple(layers),
+            norm=module.model.norm.weight.detach().float(),
+            head=module.get_output_embeddings(),
+            rotary=module.model.rotary_emb,
+            heads=int(config.num_attention_heads),
+            kv_heads=int(config.num_key_value_heads),
+            size=size,
+            hidden=int(config.hidden_size),
+            intermediate=int(config.intermediate_size),
+            eps=float(config.rms_norm_eps),
+            scale=scale,
+        )
+
+
+def _is_of_family(module: Any) -> bool:
+    config, vectors = module.config, native.host_vectors()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if vectors is None or config.model_type not in FAMILY or rope.get("rope_type", "default") not in ROTARY:
+        return False
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    whole = size % (2 * vectors.lanes) == 0 and config.hidden_size % vectors.lanes == 0 and config.intermediate_size % vectors.lanes == 0
+    plain = config.hidden_act == "silu" and rope.get("partial_rotary_factor", 1.0) == 1.0
+    linears = [layer for layer in module.model.layers.modules() if isinstance(layer, nn.Linear)]
+    return whole and plain and all(layer.weight.device.type == "cpu" and fits_bf16(_weight(layer)) for layer in linears)
+
+
+def _weight(layer: nn.Linear) -> torch.Tensor:
+    return layer.weight
+
+
+def _layer(layer: Any, lanes: int) -> Layer:
+    attention, feed = layer.self_attn, layer.mlp
+    norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+    return Layer(
+        norm=layer.input_layernorm.weight.detach().float(),
+        projection=Packed.of([attention.q_proj, attention.k_proj, attention.v_proj], lanes),
+        head_norms=None if norms is None else (norms[0].weight.detach().float(), norms[1].weight.detach().float()),
+        output=Packed.of([attention.o_proj], lanes),
+        feed_norm=layer.post_attention_layernorm.weight.detach().float(),
+        gate=Packed.of([feed.gate_proj, feed.up_proj], lanes, gated=True),
+        down=Packed.of([feed.down_proj], lanes),
+    )
+
+
+class SlotDecoder:
+    """A decoder with the keys and values of `rows` sequences in slots, what lies between two calls of a forward, and its programs."""
+
+    def __init__(self, decoder: Decoder, rows: int, slots: int) -> None:
+        vectors = native.host_vectors()
+        if vectors is None:
+            raise RuntimeError(native.why_unavailable())
+        self.decoder, self.vectors, self.block = decoder, vectors, 2 * vectors.lanes
+        self.slots = -(-slots // self.block) * self.block
+        d = decoder
+        shape = len(d.layers), rows, d.kv_heads
+        self.keys = self._allocate(*shape, self.slots // self.block, d.size, self.block)
+        self.values = self._allocate(*shape, d.size // self.block, self.slots, self.block)
+        self._angles = self._positions()
+        # Kernels are given addresses: what they read anew in each forward stays where it is.
+        self._units = np.zeros((rows * d.kv_heads, len(kernels.UNIT_FIELDS)), dtype=np.int64)
+        self._between: dict[str, torch.Tensor] = {}
+        self._places = np.zeros((0, 4), dtype=np.int64)
+        self._programs: dict[tuple[int, int, int], Program] = {}
+
+    def copy(self, source: int, from_slots: np.ndarray, row: int, to_slots: np.ndarray) -> None:
+        """Copy keys and values from some slots of one row into some of another."""
+        before, after, block = torch.from_numpy(from_slots), torch.from_numpy(to_slots), self.block
+        self.keys[:, row, :, after // block, :, after % block] = self.keys[:, source, :, before // block, :, before % block]
+        self.values[:, row, :, :, after] = self.values[:, source, :, :, before]
+
+    def forward(self, fed: Fed, abort: Abort | None = None) -> torch.Tensor:
+        """Feed the queries and return the logits that are wanted, `[wanted, vocabulary]`. Raises Aborted when `abort` says so."""
+        count = len(fed.slots)
+        self._make_room(count)
+        self._lay_out(fed)
+        self._between["x"][:count] = self.decoder.embedding(fed.tokens)
+        torch.index_select(self._angles, 0, torch.from_numpy(fed.positions), out=self._between["angles"][:count])
+        for layer in self._program(count, len(fed.rows), native.team_size()):
+            if abort is not None and abort():
+                raise Aborted
+            for function, arguments in layer:
+                function(*arguments)
+        wanted = self._between["x"][:count] if len(fed.wanted) == count else self._between["x"][torch.from_numpy(fed.wanted)]
+        logits: torch.Tensor = self.decoder.head(self._normed(wanted))
+        return logits
+
+    def _allocate(self, *shape: int) -> torch.Tensor:
+        # Zeros, not garbage: a NaN in a masked slot would poison every query of its row.
+        return torch.zeros(shape)
+
+    def _positions(self) -> torch.Tensor:
+        """Return cosines and sines, `[places, head_dim]`, of as many places as there are slots."""
+        cosine, sine = self.decoder.rotary(torch.zeros(1), torch.arange(self.slots)[None])
+        half = self.decoder.size // 2
+        return torch.cat([cosine[0, :, :half], sine[0, :, :half]], -1).float().contiguous()
+
+    def _make_room(self, count: int) -> None:
+        """Let there be room for `count` tokens between two calls."""
+        if count <= len(self._places):
+            return
+        d, count = self.decoder, -(-count // ROOM) * ROOM
+        heads, qkv = d.heads * d.size, (d.heads + 2 * d.kv_heads) * d.size
+        widths = {"x": d.hidden, "y": d.hidden, "normed": d.hidden, "qkv": qkv, "queries": heads, "attended": heads}
+        self._between = {name: torch.zeros(count, width) for name, width in (widths | {"gated": d.intermediate, "angles": d.size}).items()}
+        self._places = np.zeros((count, 4), dtype=np.int64)
+        self._programs.clear()
+
+    def _lay_out(self, fed: Fed) -> None:
+        """Tell the kernels where the queries, keys and values of each token go, and what each row and head attends to."""
+        d, block, vectors = self.decoder, self.block, self.vectors
+        group, row_size = d.heads // d.kv_heads, d.kv_heads * self.slots * d.size
+        places = self._places[: len(fed.slots)]
+        places[:, 2] = fed.owners * row_size + fed.slots // block * (d.size * block) + fed.slots % block
+        places[:, 3] = fed.owners * row_size + fed.slots * block
+        heads = np.arange(d.kv_heads)
+        for place, row in enumerate(fed.rows):
+            own = slice(row.begin, row.begin + row.count)
+            begin, apart, number = row.begin * d.heads * d.size, group * row.count * d.size, group * row.count
+            places[own, 0] = begin + np.arange(row.count) * (group * d.size)
+            places[own, 1] = apart
+            tile = vectors.tile(number)
+            units = self._units[place * d.kv_heads : (place + 1) * d.kv_heads]
+            units[:, 0] = begin + heads * apart
+            units[:, 1:4] = number, tile, kernels.attend_tile(vectors.lanes, tile)[0]
+            units[:, 4] = row.index * row_size + heads * (self.slots * d.size)
+            units[:, 5:8] = -(-row.limit // block) * block, row.visible.ctypes.data, row.visible.strides[0]
+            units[:, 8] = begin + heads * (group * d.size)
+
+    def _program(self, count: int, rows: int, threads: int) -> Program:
+        """Return the calls of each layer for so many tokens of so many rows."""
+        found = self._programs.get((count, rows, threads))
+        if found is None:
+            if len(self._programs) >= MAX_PROGRAMS:
+                self._programs.clear()
+            scratch = self._between.get("scratch")
+            share = self.vectors.max_tile * (self.slots + self.decoder.size)
+            if scratch is None or len(scratch) < threads:
+                self._programs.clear()
+                self._between["scratch"] = torch.zeros(threads, share)
+            found = [self._calls(number, count, rows, threads) for number in range(len(self.decoder.layers))]
+            self._programs[count, rows, threads] = found
+        return found
+
+    def _calls(self, number: int, count: int, rows: int, threads: int) -> list[tuple[Any, tuple[Any, ...]]]:
+        d, layer, lanes = self.decoder, self.decoder.layers[number], self.vectors.lanes
+        at = {name: array.data_ptr() for name, array in self._between.items()}
+        norms = layer.head_norms
+        eps = native.bits(d.eps)
+
+        def norm(x: str, weight: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+            return kernels.norm_kernel(lanes).call(native.integers((at[x], weight.data_ptr(), at["normed"], d.hidden, eps, count)))
+
+        def product(packed: Packed, x: str, out: str, finish: str = "plain", onto: str = "") -> tuple[Any, tuple[Any, ...]]:
+            where = at[onto] if onto else 0
+            return linear_kernel.product(packed.words, packed.bias, at[x], at[out], count, finish=finish, onto=where, threads=threads)
+
+        keys, values = self.keys[number].data_ptr(), self.values[number].data_ptr()
+        turn = (
+            *(at["qkv"], at["angles"], at["queries"], keys, values, self._places.ctypes.data),
+            *(d.heads, d.kv_heads, d.size, self.slots, native.bits(d.scale)),
+            *((0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())),
+            *(eps, count),
+        )
+        attend = (
+            *(at["queries"], keys, values, at["attended"], self._units.ctypes.data, at["scratch"], self._between["scratch"].shape[1]),
+            *(d.size, self.slots, d.heads * d.size, d.heads // d.kv_heads, rows * d.kv_heads),
+        )
+        return [
+            norm("x", layer.norm),
+            product(layer.projection, "normed", "qkv"),
+            kernels.turn_kernel(lanes, norms is not None).call(native.integers(turn)),
+            kernels.attend_kernel(lanes).call(native.integers(attend), threads),
+            product(layer.output, "attended", "y", "onto", "x"),
+            norm("y", layer.feed_norm),
+            product(layer.gate, "normed", "gated", "gated"),
+            product(layer.down, "gated", "x", "onto", "y"),
+        ]
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the last norm of `x`, `[n, hidden]`."""
+        out = torch.empty_like(x)
+        arguments = x.data_ptr(), self.decoder.norm.data_ptr(), out.data_ptr(), self.decoder.hidden, native.bits(self.decoder.eps), len(x)
+        function, given = kernels.norm_kernel(self.vectors.lanes).call(native.integers(arguments))
+        function(*given)
+        return out

@@ -1,0 +1,329 @@
+"""Machine code for small loops over vectors, built as LLVM IR: what the kernels of linear layers and of decoder layers share.
+
+A kernel is a function of one array of 64-bit integers: addresses, counts, and floats by their bits. It is called by one thread (`alone`)
+or by each thread of torch's own OpenMP team (`team`), so that no second pool of threads exists and these are awake between two operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import llvmlite.binding as llvm
+    from llvmlite import ir as ir
+except ImportError:  # pragma: no cover - a dependency, but the package must import without it
+    llvm = ir = None
+
+log = logging.getLogger(__name__)
+
+MAX_BLOCKS_AT_ONCE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The machine's vector registers: fp32 lanes in one, and how many there are."""
+
+    lanes: int
+    registers: int
+
+    def blocks_at_once(self, tokens: int) -> int:
+        """Blocks of output rows whose sums for `tokens` tokens fit in registers (0: none), beside one block's weights and the activations,
+        all of them where they serve several blocks."""
+        several = (self.registers - tokens - 3) // (2 * tokens)
+        return min(MAX_BLOCKS_AT_ONCE, max(several, int(tokens <= self.max_tile)))
+
+    @property
+    def max_tile(self) -> int:
+        """Most tokens whose sums for one block fit in registers."""
+        return (self.registers - 3) // 2
+
+    def tile(self, tokens: int) -> int:
+        """How many of `tokens` tokens to take at once: as few times as registers allow, and about as many each time."""
+        return tokens if tokens <= self.max_tile else -(-tokens // -(-tokens // self.max_tile))
+
+
+VECTORS = {16: Vectors(16, 32), 8: Vectors(8, 16), 4: Vectors(4, 32)}  # AVX-512, AVX2, NEON
+
+
+@functools.cache
+def host_vectors() -> Vectors | None:
+    """The vectors the kernels use here, or None where they would lose to torch."""
+    if llvm is None:
+        return None
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return VECTORS[4]
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return VECTORS[16]
+    return VECTORS[8] if features.get("avx2") and features.get("fma") else None
+
+
+def why_unavailable() -> str:
+    """Why no kernel can be used here; empty where they can."""
+    if llvm is None:
+        return "llvmlite is not installed"
+    return "" if host_vectors() else "this CPU has neither AVX-512, AVX2 with FMA, nor NEON"
+
+
+# --- threads ---
+
+
+@functools.cache
+def openmp() -> Any:
+    """The OpenMP library that torch was linked with, or None where it lacks GNU's entry point."""
+    try:
+        library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
+        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        library.GOMP_parallel.restype = None
+    except (StopIteration, OSError, AttributeError):
+        log.info("torch's OpenMP has no GOMP_parallel here: bf16 linear layers use one thread")
+        return None
+    return library
+
+
+_cores_seen: set[int] = set()
+
+
+def team_size() -> int:
+    """Threads for a large kernel: torch's number, but no more than the cores that the caller may run on."""
+    wanted = torch.get_num_threads()
+    if wanted == 1:
+        return 1
+    if not hasattr(os, "sched_getaffinity"):
+        return wanted
+    cores = os.sched_getaffinity(0)
+    threads = min(wanted, len(cores))
+    if threads > 1 and cores != _cores_seen:
+        spread(cores, threads)
+    return threads
+
+
+def spread(cores: set[int], threads: int) -> None:
+    """Let the team's threads run on `cores`: they were born with the cores of their creator, which may have changed."""
+    library = openmp()
+    if library is not None:
+        move = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: os.sched_setaffinity(0, cores))
+        library.GOMP_parallel(ctypes.cast(move, ctypes.c_void_p), None, threads, 0)
+    _cores_seen.clear()
+    _cores_seen.update(cores)
+
+
+# --- compiled code ---
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Compiled code: called with an array of 64-bit integers by one thread, or (an address) by each thread of an OpenMP team."""
+
+    alone: Any
+    team: int
+    engine: Any  # owns the machine code
+
+    def call(self, arguments: Any, threads: int = 1) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """The function and its arguments that run the kernel on an array from `integers`."""
+        if threads > 1 and self.team:
+            return openmp().GOMP_parallel, (self.team, arguments, threads, 0)
+        return self.alone, (arguments,)
+
+    def address(self, name: str) -> int:
+        """Where function `name` of the same module lies."""
+        return int(self.engine.get_function_address(name))
+
+
+def integers(values: Sequence[int]) -> Any:
+    """The array of arguments of a kernel."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def bits(value: float) -> int:
+    """A float as a kernel's argument."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+_compiling = threading.Lock()
+
+
+def compiled(module: Any) -> Kernel:
+    """Machine code of a module that has been through `entries`."""
+    with _compiling:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        target = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        )
+        parsed = llvm.parse_assembly(str(module))
+        passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=1))
+        passes.getModulePassManager().run(parsed, passes)
+        engine = llvm.create_mcjit_compiler(parsed, target)
+        engine.finalize_object()
+    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("alone"))
+    return Kernel(alone, engine.get_function_address("team") if openmp() else 0, engine)
+
+
+if ir is not None:
+    F32, I32, I64, VOID = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.VoidType()
+    BYTES, FLOATS, LONGS = ir.IntType(8).as_pointer(), F32.as_pointer(), I64.as_pointer()
+
+
+class Code:
+    """Builds one function over vectors of `lanes` floats; `args` are its arguments."""
+
+    def __init__(self, module: Any, name: str, kinds: Sequence[Any], lanes: int, *, inside: bool = True) -> None:
+        self.function = ir.Function(module, ir.FunctionType(VOID, kinds), name)
+        if inside:
+            self.function.linkage = "internal"
+        self.module, self.lanes, self.args = module, lanes, self.function.args
+        self.vector = ir.VectorType(F32, lanes)
+        self.words = ir.VectorType(I32, lanes)
+        self.b = ir.IRBuilder(self.function.append_basic_block())
+
+    # --- integers and loops ---
+
+    def sum(self, *values: Any) -> Any:
+        """The sum of integers."""
+        return functools.reduce(self.b.add, map(integer, values))
+
+    def product(self, *values: Any) -> Any:
+        """The product of integers."""
+        return functools.reduce(self.b.mul, map(integer, values))
+
+    def least(self, x: Any, y: Any) -> Any:
+        """The lesser of two integers."""
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    @contextmanager
+    def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
+        """`for i in range(start, stop, step)` around the code built inside."""
+        b, start, stop, step = self.b, integer(start), integer(stop), integer(step)
+        with b.goto_entry_block():
+            counter = b.alloca(I64)
+        head, body, done = (b.append_basic_block() for _ in range(3))
+        b.store(start, counter)
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.load(counter)
+        b.cbranch(b.icmp_signed("<", i, stop), body, done)
+        b.position_at_end(body)
+        yield i
+        b.store(b.add(i, step), counter)
+        b.branch(head)
+        b.position_at_end(done)
+
+    # --- memory ---
+
+    def longs(self, array: Any, count: int, first: Any = 0) -> list[Any]:
+        """The `count` integers of an array from place `first` on."""
+        return [self.b.load(self.b.gep(array, [self.sum(first, k)])) for k in range(count)]
+
+    def pointer(self, address: Any, kind: Any | None = None) -> Any:
+        """An address as a pointer, to floats unless said otherwise."""
+        return self.b.inttoptr(address, kind or FLOATS)
+
+    def at(self, pointer: Any, *offset: Any) -> Any:
+        """The pointer, moved by the sum of `offset`."""
+        return self.b.gep(pointer, [self.sum(*offset)])
+
+    def load(self, pointer: Any, kind: Any | None = None) -> Any:
+        """The vector that lies at a pointer."""
+        return self.b.load(self.b.bitcast(pointer, (kind or self.vector).as_pointer()), align=4 if kind is None else 1)
+
+    def store(self, value: Any, pointer: Any) -> None:
+        """Put a vector where a pointer points."""
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=4)
+
+    def variables(self, count: int, start: Any) -> list[Any]:
+        """Vectors that change, all `start` at first; they stay in registers where there are enough."""
+        with self.b.goto_entry_block():
+            found = [self.b.alloca(self.vector) for _ in range(count)]
+        for variable in found:
+            self.b.store(start, variable)
+        return found
+
+    # --- vectors ---
+
+    def constant(self, value: float) -> Any:
+        """A vector of one number."""
+        return ir.Constant(self.vector, [ir.Constant(F32, struct.unpack("<f", struct.pack("<f", value))[0])] * self.lanes)
+
+    def word(self, value: int) -> Any:
+        """A vector of one 32-bit integer."""
+        return ir.Constant(self.words, [value] * self.lanes)
+
+    def broadcast(self, value: Any) -> Any:
+        """A vector of one float."""
+        one = self.b.insert_element(ir.Constant(self.vector, ir.Undefined), value, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(one, ir.Constant(self.vector, ir.Undefined), self.word(0))
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        """`x * y + z`, rounded once."""
+        return self.b.call(self.intrinsic(f"llvm.fma.v{self.lanes}f32", self.vector, [self.vector] * 3), [x, y, z])
+
+    def reduce(self, vector: Any, how: str) -> Any:
+        """The sum (`fadd`) or the largest (`fmax`) of a vector's numbers, in an order that the hardware likes."""
+        if how == "fmax":
+            return self.b.call(self.intrinsic(f"llvm.vector.reduce.fmax.v{self.lanes}f32", F32, [self.vector]), [vector])
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            turned = ir.Constant(self.words, [(lane + width) % self.lanes for lane in range(self.lanes)])
+            vector = self.b.fadd(vector, self.b.shuffle_vector(vector, vector, turned))
+        return self.b.extract_element(vector, ir.Constant(I32, 0))
+
+    def exp(self, x: Any) -> Any:
+        """e to the power of each number, to a unit or two in the last place; at least e^-87."""
+        b = self.b
+        largest = self.intrinsic(f"llvm.maxnum.v{self.lanes}f32", self.vector, [self.vector] * 2)
+        smallest = self.intrinsic(f"llvm.minnum.v{self.lanes}f32", self.vector, [self.vector] * 2)
+        x = b.call(smallest, [b.call(largest, [x, self.constant(-87.0)]), self.constant(88.0)])
+        nearest = self.intrinsic(f"llvm.nearbyint.v{self.lanes}f32", self.vector, [self.vector])
+        n = b.call(nearest, [b.fmul(x, self.constant(1.4426950408889634))])
+        # The natural logarithm of 2 in two parts, so that the rest is exact to the last place.
+        r = self.fma(n, self.constant(2.12194440e-4), self.fma(n, self.constant(-0.693359375), x))
+        power = self.constant(1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            power = self.fma(power, r, self.constant(factor))
+        power = b.fadd(self.fma(power, b.fmul(r, r), r), self.constant(1.0))
+        scale = b.shl(b.add(b.fptosi(n, self.words), self.word(127)), self.word(23))
+        return b.fmul(power, b.bitcast(scale, self.vector))
+
+    def intrinsic(self, name: str, result: Any, kinds: Sequence[Any]) -> Any:
+        """One of LLVM's own functions."""
+        return self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(result, kinds), name)
+
+
+def integer(value: Any) -> Any:
+    """A 64-bit integer of the code that is built."""
+    return ir.Constant(I64, value) if isinstance(value, int) else value
+
+
+def entries(module: Any, work: Any, count_at: int) -> None:
+    """Give a module its functions `alone` and `team`, which call `work(arguments, first, last, thread)` with a thread's share of as many
+    pieces of work as stand at place `count_at` of the arguments."""
+    _entry(module, "alone", work, count_at, lambda b: (integer(0), integer(1)))
+    if library := openmp():
+        ask = [ctypes.cast(f, ctypes.c_void_p).value for f in (library.omp_get_thread_num, library.omp_get_num_threads)]
+        kind = ir.FunctionType(I32, []).as_pointer()
+        _entry(module, "team", work, count_at, lambda b: [b.sext(b.call(b.inttoptr(integer(f or 0), kind), []), I64) for f in ask])
+
+
+def _entry(module: Any, name: str, work: Any, count_at: int, place: Any) -> None:
+    code = Code(module, name, [LONGS], 1, inside=False)
+    b = code.b
+    number, threads = place(b)
+    (total,) = code.longs(code.args[0], 1, count_at)
+    first, last = (b.sdiv(b.mul(total, share), threads) for share in (number, b.add(number, integer(1))))
+    b.call(work, [code.args[0], first, last, number])
+    b.ret_void()
