@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -103,7 +104,7 @@ class Calibration:
         Monotone and continuous; without data it is the confidence between the outer centres. Flat beyond them, where a bin tells only its
         mean: a caller that ranks what lies there breaks the tie by the confidence.
         """
-        known = logit(np.clip(self.curve(prior), LEAST, 1 - LEAST))
+        known = _fitted(self, prior)
         return np.asarray(expit(np.interp(logit(check.probability("chances", chances)), _LOGITS, known)), dtype=np.float64)
 
     def bias(self, predicted: ArrayLike = CENTRES) -> float:
@@ -126,3 +127,9 @@ class Calibration:
         if not self.trials.any():
             raise ValueError("trials are all 0: nothing was tried, so there is no error yet; update the counts first")
         return np.asarray(chances * self.trials - self.successes)
+
+
+@lru_cache(maxsize=16)
+def _fitted(calibration: Calibration, prior: float) -> FloatArray:
+    """The logits of the curve, kept: counts do not change, and a curve is asked for many times."""
+    return np.asarray(logit(np.clip(calibration.curve(prior), LEAST, 1 - LEAST)))

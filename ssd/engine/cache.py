@@ -10,7 +10,7 @@ import torch
 
 from ssd.engine.forward import SlotModel
 from ssd.engine.kv import Abort
-from ssd.engine.proposer import Proposer
+from ssd.engine.proposer import Proposer, Step
 from ssd.engine.queries import Queries
 from ssd.sampling import Before, extend
 from theory.fanout import shortened
@@ -79,8 +79,7 @@ class Branches:
     def grow(self, logits: torch.Tensor, given: int | None = None) -> None:
         """Take what the model said `[B, vocabulary]` and draft the next token of every column, or take the one that is given."""
         step = self.fed
-        before = Before(self.length(step), self.ids)
-        scores, log_q, tokens = self.proposer.step(logits, before, self.prefixes[step], step, self.after_hit)
+        scores, log_q, tokens = self._step(logits, step)
         if given is not None:
             # Proposed by others: a point mass, with no law of ours.
             log_q, tokens = None, torch.full_like(tokens, given)
@@ -91,6 +90,11 @@ class Branches:
         self.prefixes.append(self.prefixes[step] if self.proposer.greedy else extend(self.prefixes[step], tokens))
         if self.ids is not None:
             self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+
+    def _step(self, logits: torch.Tensor, step: int) -> Step:
+        if self.proposer.plain:
+            return Step(logits, None, logits.argmax(-1))
+        return self.proposer.step(logits, Before(self.length(step), self.ids), self.prefixes[step], step, self.after_hit)
 
     def length(self, step: int) -> torch.Tensor:
         """Return how many tokens each column has once step `step` is fed, [B]."""
@@ -140,26 +144,30 @@ class Candidates:
         return np.asarray((np.arange(self.bonus.shape[1]) < wanted[:, None]) & (self.chances > 0))
 
 
-def candidates(draft: Branches, drafted: int, end_ids: Sequence[int], most: int) -> Candidates:
+def candidates(draft: Branches, drafted: int, end_ids: Sequence[int], most: int, *, weigh: bool = True) -> Candidates:
     """Return the bonus tokens worth drafting for, `most` after each k = 0..drafted, as the request's proposer ranks them.
+
+    weigh: whether chances and confidences are wanted; else both only say what can be at all, as 1 or 0.
 
     Where k < drafted the token that was sent is left out: had it been right it would have been accepted. So are end tokens: nothing
     follows them. `draft` has one column, with scores after each of its drafted tokens. Only what is cached hangs on the ranking, so it may
     look at the noise that the target will draw with. One transfer to the host.
     """
-    places = range(drafted + 1)
-    length, prefixes = torch.cat([draft.length(k) for k in places]), torch.cat(draft.prefixes[: drafted + 1])
     scores = torch.cat(draft.scores[: drafted + 1])
-    order = draft.proposer.rank(scores, length, prefixes).clone()
-    confidences = order.new_empty(0)
+    order = scores.clone() if draft.proposer.greedy else _ranked(draft, scores, drafted)
+    confidences = order.new_ones(drafted)
     if drafted:
         sent = torch.stack(draft.tokens[1 : drafted + 1])
-        laws = [law for law in draft.laws[:drafted] if law is not None]
-        own = torch.cat(laws) if len(laws) == drafted else torch.log_softmax(scores[:-1].float(), -1)
-        confidences = own.gather(1, sent)[:, 0].exp()
+        if weigh:
+            laws = [law for law in draft.laws[:drafted] if law is not None]
+            own = torch.cat(laws) if len(laws) == drafted else torch.log_softmax(scores[:-1].float(), -1)
+            confidences = own.gather(1, sent)[:, 0].exp()
         order[:-1].scatter_(1, sent, float("-inf"))
     order[:, list(end_ids)] = float("-inf")
     best = order.topk(min(most, order.shape[1]), dim=-1)
+    if not weigh:
+        bonus = best.indices.cpu().numpy()
+        return Candidates(bonus, best.indices, (best.values > float("-inf")).double().cpu().numpy(), np.ones(drafted))
     # Ranked among the allowed, a token has some chance, however small; what can be no bonus has none.
     chances = torch.softmax(best.values.float(), -1).clamp_(min=LEAST).masked_fill_(best.values == float("-inf"), 0.0)
     host = torch.cat([best.indices.double().flatten(), chances.double().flatten(), confidences.double()]).cpu().numpy()
@@ -168,3 +176,9 @@ def candidates(draft: Branches, drafted: int, end_ids: Sequence[int], most: int)
     return Candidates(
         host[:size].astype(np.int64).reshape(shape), best.indices, host[size : 2 * size].reshape(shape), host[2 * size :].copy()
     )
+
+
+def _ranked(draft: Branches, scores: torch.Tensor, drafted: int) -> torch.Tensor:
+    """Return what drawn bonus tokens are ranked by after each k = 0..drafted, [drafted+1, vocabulary]."""
+    length, prefixes = torch.cat([draft.length(k) for k in range(drafted + 1)]), torch.cat(draft.prefixes[: drafted + 1])
+    return draft.proposer.rank(scores, length, prefixes)

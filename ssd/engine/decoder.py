@@ -166,6 +166,7 @@ class SlotDecoder:
         self._between: dict[str, torch.Tensor] = {}
         self._places = np.zeros((0, 4), dtype=np.int64)
         self._programs: dict[tuple[int, int, int], Program] = {}
+        self._layouts: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def copy(self, source: int, from_slots: np.ndarray, row: int, to_slots: np.ndarray) -> None:
         """Copy keys and values from some slots of one row into some of another."""
@@ -212,24 +213,46 @@ class SlotDecoder:
 
     def _lay_out(self, fed: Fed) -> None:
         """Tell the kernels where the queries, keys and values of each token go, and what each row and head attends to."""
-        d, block, vectors = self.decoder, self.block, self.vectors
-        group, row_size = d.heads // d.kv_heads, d.kv_heads * self.slots * d.size
-        places = self._places[: len(fed.slots)]
-        places[:, 2] = fed.owners * row_size + fed.slots // block * (d.size * block) + fed.slots % block
-        places[:, 3] = fed.owners * row_size + fed.slots * block
-        heads = np.arange(d.kv_heads)
+        d, block = self.decoder, self.block
+        row_size = d.kv_heads * self.slots * d.size
+        places, units = self._layout(tuple(row.count for row in fed.rows))
+        self._places[: len(places)], self._units[: len(units)] = places, units
+        blocks, within = np.divmod(fed.slots, block)
+        rows = fed.owners * row_size
+        self._places[: len(places), 2] = rows + blocks * (d.size * block) + within
+        self._places[: len(places), 3] = rows + fed.slots * block
         for place, row in enumerate(fed.rows):
-            own = slice(row.begin, row.begin + row.count)
-            begin, apart, number = row.begin * d.heads * d.size, group * row.count * d.size, group * row.count
-            places[own, 0] = begin + np.arange(row.count) * (group * d.size)
-            places[own, 1] = apart
-            tile = vectors.tile(number)
-            units = self._units[place * d.kv_heads : (place + 1) * d.kv_heads]
-            units[:, 0] = begin + heads * apart
-            units[:, 1:4] = number, tile, kernels.attend_tile(vectors.lanes, tile)[0]
-            units[:, 4] = row.index * row_size + heads * (self.slots * d.size)
-            units[:, 5:8] = -(-row.limit // block) * block, row.visible.ctypes.data, row.visible.strides[0]
-            units[:, 8] = begin + heads * (group * d.size)
+            own = self._units[place * d.kv_heads : (place + 1) * d.kv_heads]
+            own[:, 4] += row.index * row_size
+            read, mask = -(-row.limit // block) * block, row.visible.__array_interface__["data"][0]
+            own[:, 5:8] = read, mask, row.visible.strides[0]
+
+    def _layout(self, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tables `places` and `units` as far as they hang on how many tokens each row feeds alone."""
+        found = self._layouts.get(counts)
+        if found is None:
+            if len(self._layouts) >= MAX_PROGRAMS:
+                self._layouts.clear()
+            found = self._layouts[counts] = self._laid_out(counts)
+        return found
+
+    def _laid_out(self, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        d = self.decoder
+        group, heads = d.heads // d.kv_heads, np.arange(d.kv_heads)
+        places = np.zeros((sum(counts), 4), dtype=np.int64)
+        units = np.zeros((len(counts), d.kv_heads, len(kernels.UNIT_FIELDS)), dtype=np.int64)
+        first = 0
+        for count, own in zip(counts, units, strict=True):
+            begin, apart, number = first * d.heads * d.size, group * count * d.size, group * count
+            places[first : first + count, 0] = begin + np.arange(count) * (group * d.size)
+            places[first : first + count, 1] = apart
+            tile = self.vectors.tile(number)
+            own[:, 0] = begin + heads * apart
+            own[:, 1:4] = number, tile, kernels.attend_tile(self.vectors.lanes, tile)[0]
+            own[:, 4] = heads * (self.slots * d.size)
+            own[:, 8] = begin + heads * (group * d.size)
+            first += count
+        return places, units.reshape(-1, len(kernels.UNIT_FIELDS))
 
     def _program(self, count: int, rows: int, threads: int) -> Program:
         """Return the calls of each layer for so many tokens of so many rows."""

@@ -27,6 +27,8 @@ from ssd.engine.tempo import Tempo
 from ssd.models import LoadedModel
 from theory.fanout import shortened
 
+# Outcomes are learnt from when there is nothing else to do, but before so many are due.
+MOST_LESSONS = 16
 # How often what the draft's confidence has been worth is told to the target.
 TELL_EVERY = 256
 
@@ -71,6 +73,11 @@ class Drafter:
     def caches(self) -> bool:
         """Whether there is a speculation cache: SD has none."""
         return bool(self.setup.fan_out_hit or self.setup.budget)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it hangs on their estimated chances which outcomes are drafted for, or when."""
+        return self.setup.budget > 0 or self.setup.building == "anytime"
 
     def start(self, start: Start) -> None:
         """Take a request in; its prompt is fed while there is time, and its likeliest first tokens drafted for, as if an empty draft were
@@ -127,7 +134,7 @@ class Drafter:
 
     def _commit(self, outcome: Outcome) -> DraftRow:
         row = next(row for row in self._active() if row.request == outcome.request)
-        if row.seen is not None:
+        if row.seen is not None and self.weighs:
             self._lessons.append((kinds(row.proposer), row.seen, outcome.accepted, outcome.bonus))
         if row.sent:
             self.tempo.verified(outcome.accepted, len(row.sent))
@@ -203,9 +210,8 @@ class Drafter:
 
     def _building(self) -> Iterator[None]:
         """Do what can be done before the outcomes come, one forward after another: catch up, plant and grow branches, feed prompts."""
-        for lesson in self._lessons:
-            self.confidence.learn(*lesson)
-        self._lessons.clear()
+        if len(self._lessons) >= MOST_LESSONS:
+            self._learn()
         waiting = [row for row in self._active() if row.speculates]
         short = [row for row in waiting if len(row.pending) <= SHARED_CHUNK]
         while behind := [row for row in short if row.active and row.lags] if self.caches else []:
@@ -216,6 +222,13 @@ class Drafter:
         yield from self._waves()
         yield from self._prompt(self._prompts())
         yield from self._waves()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Take in what the outcomes gone by say of the draft's confidence."""
+        for lesson in self._lessons:
+            self.confidence.learn(*lesson)
+        self._lessons.clear()
 
     def _prompts(self) -> Iterator[DraftRow]:
         """Yield the row whose prompt is to be fed next, the first that came, until there is none."""
@@ -258,11 +271,13 @@ class Drafter:
         spare: list[Ranked] = []
         for row in rows:
             fan_out = self.setup.fan_out_hit if row.hit else self.setup.fan_out_miss
-            widest = max(CANDIDATES, *shortened(fan_out, len(row.sent))) if fan_out else CANDIDATES
-            row.seen = candidates(row.branch, len(row.sent), row.end_ids, widest)
-            chances = self.confidence.chances(kinds(row.proposer), row.seen)
+            widest = max(CANDIDATES * self.weighs, *shortened(fan_out, len(row.sent))) if fan_out else CANDIDATES
+            row.seen = candidates(row.branch, len(row.sent), row.end_ids, widest, weigh=self.weighs)
+            chances = self.confidence.chances(kinds(row.proposer), row.seen) if self.weighs else row.seen.chances
             granted = row.seen.listed(fan_out) if fan_out else np.zeros(chances.shape, dtype=bool)
             planned += _likeliest(row, chances, granted, sum(fan_out))
+            if not self.weighs:
+                continue
             # A row has slots for as many again, and no more.
             spare += _likeliest(row, chances, ~granted & (chances > 0), sum(fan_out) or 2 * total)
         for found in (planned, spare):

@@ -127,6 +127,7 @@ def obey(drafter: Drafter, link: Link, message: object) -> None:
     match message:
         case Setup():
             pin(message.placement.draft)
+            link.stay_awake(message.placement)
             drafter.configure(message)
             link.send(Ready())
         case Start():

@@ -112,7 +112,9 @@ class DraftRow:
         if self.proposer.reads_prefix:
             texts = [[*self.tokens, *self.sent[:k]] for k in accepted]
             ids = torch.cat([padded(texts).to(device), bonus[:, None]], 1)
-        roots = Roots(bonus, extend(torch.cat(draft.prefixes)[after], bonus), ids)
+        # Nothing is drawn for a greedy request, and its hashes are read by nobody.
+        prefixes = bonus if self.proposer.greedy else extend(torch.cat(draft.prefixes)[after], bonus)
+        roots = Roots(bonus, prefixes, ids)
         return Branches(self.proposer, roots, accepted, seen.bonus[accepted, ranks], self.length + accepted, slots, shown[accepted])
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import struct
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from time import monotonic
 from typing import TypeVar
 
 from sim.timeline import Span
@@ -18,6 +20,9 @@ from ssd.engine.packed import Laws
 from ssd.specs import Placement, SamplingParams
 
 T = TypeVar("T")
+
+# A process that sleeps wakes up some 60 us after its message has come; longer waits are too rare to be worth a core.
+AWAKE_SECONDS = 1e-3
 
 # A kind of confidence with its trials and successes in each bin (theory.calibration).
 Counts = tuple[str, tuple[float, ...], tuple[float, ...]]
@@ -189,6 +194,10 @@ class Link:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._next: object | None = None
+        # Asked between any two layers of a forward: one call to the system, where `Connection.poll` makes five.
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN)
+        self._awake = 0.0
 
     def give_up_after(self, seconds: float) -> None:
         """Let a peer that stops reading, or stops in the middle of a message, be a LinkError after `seconds`."""
@@ -196,6 +205,10 @@ class Link:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def stay_awake(self, placement: Placement) -> None:
+        """Wait for a message with open eyes at first, where target and draft have no device in common: waking up takes longer than a message."""
+        self._awake = 0.0 if set(placement.target) & set(placement.draft) else AWAKE_SECONDS
 
     def send(self, message: object) -> None:
         """Send `message`; LinkError if the peer is gone."""
@@ -206,7 +219,7 @@ class Link:
 
     def peek(self) -> object | None:
         """Return the message that `receive` would, if it is already here; asking costs microseconds."""
-        if self._next is None and self._connection.poll(0):
+        if self._next is None and self._ready(0):
             self._next = self.receive()
         return self._next
 
@@ -216,7 +229,9 @@ class Link:
             message, self._next = self._next, None
             return message
         try:
-            if deadline is not None and not self._connection.poll(deadline):
+            if self._awake:
+                self._watch(self._awake if deadline is None else min(deadline, self._awake))
+            if deadline is not None and not self._ready(deadline):
                 raise LinkError(f"no message within {deadline:g} s")
             message = self._connection.recv_bytes()
         except LinkError:
@@ -228,6 +243,15 @@ class Link:
         except Exception as error:
             # Whatever bytes make of pickle, it is the peer's fault.
             raise LinkError(f"a malformed message ({type(error).__name__}: {error})") from error
+
+    def _ready(self, seconds: float) -> bool:
+        """Whether something comes within so many seconds; a peer that is gone counts."""
+        return bool(self._poll.poll(1000 * seconds))
+
+    def _watch(self, seconds: float) -> None:
+        end = monotonic() + seconds
+        while not self._poll.poll(0) and monotonic() < end:
+            pass
 
     def expect(self, *kinds: type[T], deadline: float | None = None) -> T:
         """Return the next message, which must be of one of `kinds`; LinkError otherwise, with the reason where the peer gave one."""

@@ -61,11 +61,15 @@ class DraftPeer:
     def configure(self, setup: Setup) -> bool:
         """Let it draft as `setup` says from the next request on; False if it is lost."""
         self._setup = setup
-        ready = self.ask(setup, Ready)
+        ready = self._set_up(setup)
         # Drafts of before came before the answer, and nobody wants them any more.
         self._awaited = self._early = None
         self.known.clear()
-        return ready is not None
+        return ready
+
+    def _set_up(self, setup: Setup) -> bool:
+        self.link.stay_awake(setup.placement)
+        return self.ask(setup, Ready) is not None
 
     def tell(self, message: object) -> None:
         """Send `message`, or note that the draft is lost."""
@@ -181,7 +185,7 @@ class DraftPeer:
         (self.process, self.link), self.lost = spare, None
         self._since = monotonic()
         self.link.give_up_after(self.deadline)
-        if self._setup is not None and self.ask(self._setup, Ready) is None:
+        if self._setup is not None and not self._set_up(self._setup):
             return False
         self.restarts += 1
         logger.warning("the draft is back")

@@ -26,6 +26,8 @@ class Proposer:
         self.parameters = Parameters.of([params], [len(start.prompt)], [start.end_ids], vocab_size, device)
         self.seed = torch.tensor([params.seed or 0], device=device)
         self.greedy, self.coupled = params.temperature == 0, params.verification == "coupled"
+        # Whether its tokens are the largest logits, whatever stands before.
+        self.plain = self.greedy and self.parameters.bare
         self.ranking = setup.ranking
         # Without lists, what the budget comes to at a place on average.
         even = (max(1, round(setup.budget / (setup.num_speculative_tokens + 1))),) * (setup.num_speculative_tokens + 1)

@@ -23,7 +23,7 @@ def rehearse(loaded: LoadedModel, tokens: int, context: int, again: Callable[[in
     model = SlotModel(loaded, 1, 1 + context + tokens)
     visible = np.zeros((tokens, model.slots), dtype=bool)
     visible[:, 1 : context + 1] = True
-    visible[:, context + 1 :] = np.tri(tokens, dtype=bool)
+    visible[:, context + 1 : context + 1 + tokens] = np.tri(tokens, dtype=bool)
     ids = torch.arange(tokens, device=model.device) % loaded.vocab_size
     queries = Queries(ids, np.arange(context, context + tokens), np.arange(context + 1, context + 1 + tokens), visible)
     seconds: list[float] = []

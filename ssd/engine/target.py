@@ -15,7 +15,7 @@ from ssd.engine.packed import Laws
 from ssd.engine.prefix import PREFILL_CHUNK, gains_by_waiting, place_for, share_prefix
 from ssd.engine.queries import Queries
 from ssd.models import LoadedModel
-from ssd.sampling import Before, Parameters, Proposed, Purpose, log_law, noise_key, padded, prefix_hash, processed, verify
+from ssd.sampling import Before, Parameters, Proposed, Purpose, draw, log_law, noise_key, padded, prefix_hash, processed, verify
 from ssd.specs import SamplingParams
 
 TokenLogprobs = dict[int, float]
@@ -82,7 +82,9 @@ class Target:
         self.model = SlotModel(loaded, rows, slots)
         self.rows: list[TargetRow | None] = [None] * rows
         self._ages = count()
-        self._stacked: tuple[Sequence[TargetRow], Parameters | None] = ((), None)
+        # The rows that were judged last, and their parameters by the number of places of each.
+        self._stacked: Sequence[TargetRow] = ()
+        self._parameters_of: dict[int, Parameters] = {}
 
     @property
     def idle(self) -> int:
@@ -164,46 +166,44 @@ class Target:
         """Return what each of n rows emits. logits `[K+1, vocabulary]` of each row's draft of K tokens; one transfer to the host."""
         n, vocab_size = len(rows), logits[0].shape[-1]
         width = max(map(len, logits))
-        parameters = self._parameters(rows, vocab_size)
+        every = self._parameters(rows, width, vocab_size)
         # A shorter draft is filled up; what is read there, nobody uses.
         stacked = torch.stack(list(logits)) if min(map(len, logits)) == width else torch.nn.utils.rnn.pad_sequence(list(logits), True)
         length = np.array([len(row.tokens) for row in rows])[:, None] + np.arange(width)
-        ids = self._ids(rows, drafts, width) if parameters.reads_prefix else None
-        before = Before(self._upload(length.reshape(-1)), ids)
-        every = parameters.repeated(width)
-        scores = processed(stacked.flatten(0, 1), every, before)
+        ids = self._ids(rows, drafts, width) if every.reads_prefix else None
+        scores = processed(stacked.flatten(0, 1), every, Before(self._upload(length.reshape(-1)), ids))
         # Where all rows are greedy only the largest counts, and it is the same before and after.
-        log_p = (scores if parameters.greedy else log_law(scores, every)).view(n, width, vocab_size)
-        accept, target = (None, None) if parameters.greedy else self._keys(rows, drafts, length)
+        log_p = scores if every.greedy else log_law(scores, every)
+        accept, target = (None, None) if every.greedy else self._keys(rows, drafts, length)
         couples = [row.params.verification == "coupled" or row.params.temperature == 0 for row in rows]
-        mixed = any(couples) and not all(couples)
-        found = verify(
-            log_p,
-            self._proposed(drafts, log_p, needs_q=not all(couples)),
-            torch.tensor(couples, device=stacked.device) if mixed else couples[0],
-            accept,
-            target,
-        )
-        outcomes = torch.stack([found.accepted, found.bonus], -1).tolist()
+        if all(couples):
+            # The target's own tokens are all that is read back: a draft token stands where it is the same.
+            own = draw(log_p, None if target is None else target.flatten()).view(n, width).tolist()
+            outcomes = [_agreed(draft.tokens, tokens) for draft, tokens in zip(drafts, own, strict=True)]
+        else:
+            log_p = log_p.view(n, width, vocab_size)
+            mixed = torch.tensor(couples, device=stacked.device) if any(couples) else False
+            found = verify(log_p, self._proposed(drafts, log_p), mixed, accept, target)
+            outcomes = torch.stack([found.accepted, found.bonus], -1).tolist()
         return [
             Verdict(accepted, bonus, _logprobs(own, [*draft.tokens[:accepted], bonus], row.params.logprobs))
             for (accepted, bonus), own, draft, row in zip(outcomes, logits, drafts, rows, strict=True)
         ]
 
-    def _parameters(self, rows: Sequence[TargetRow], vocab_size: int) -> Parameters:
-        """Return the rows' parameters side by side, those of the last round where the rows are the same."""
-        known, parameters = self._stacked
-        if parameters is None or len(known) != len(rows) or any(one is not other for one, other in zip(known, rows, strict=True)):
+    def _parameters(self, rows: Sequence[TargetRow], width: int, vocab_size: int) -> Parameters:
+        """Return the rows' parameters side by side, each for `width` places: those of the last rounds where the rows are the same."""
+        if len(self._stacked) != len(rows) or any(one is not other for one, other in zip(self._stacked, rows, strict=True)):
             columns = [row.params for row in rows], [row.prompt for row in rows], [row.end_ids for row in rows]
-            parameters = Parameters.of(*columns, vocab_size, self.model.device)
-            self._stacked = rows, parameters
-        return parameters
+            self._stacked, self._parameters_of = rows, {1: Parameters.of(*columns, vocab_size, self.model.device)}
+        if width not in self._parameters_of:
+            self._parameters_of[width] = self._parameters_of[1].repeated(width)
+        return self._parameters_of[width]
 
-    def _proposed(self, drafts: Sequence[Proposal], log_p: torch.Tensor, needs_q: bool) -> Proposed:
+    def _proposed(self, drafts: Sequence[Proposal], log_p: torch.Tensor) -> Proposed:
         _, width, vocab_size = log_p.shape
         tokens = torch.zeros(len(drafts), width - 1, dtype=torch.long)
         has_q = torch.tensor([draft.laws is not None for draft in drafts])
-        q = torch.zeros(len(drafts), width - 1, vocab_size, dtype=log_p.dtype) if needs_q and bool(has_q.any()) else None
+        q = torch.zeros(len(drafts), width - 1, vocab_size, dtype=log_p.dtype) if bool(has_q.any()) else None
         for place, draft in enumerate(drafts):
             count = len(draft.tokens)
             tokens[place, :count] = torch.tensor(draft.tokens, dtype=torch.long)
@@ -231,6 +231,12 @@ class Target:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.model.device, non_blocking=True)
+
+
+def _agreed(drafted: Sequence[int], own: Sequence[int]) -> tuple[int, int]:
+    """Return how many draft tokens are the target's own at their places, and its own after them."""
+    accepted = next((place for place, token in enumerate(drafted) if token != own[place]), len(drafted))
+    return accepted, own[accepted]
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], wanted: int | None) -> tuple[TokenLogprobs, ...] | None:

@@ -32,6 +32,8 @@ def processed(logits: torch.Tensor, parameters: Parameters, before: Before) -> t
     Repetition looks at prompt and output, as transformers does; presence and frequency at the output alone, as vLLM does.
     """
     scores = logits
+    if parameters.bare:
+        return scores
     if parameters.bias is not None:
         scores = scores + parameters.bias
     if parameters.words is not None:

@@ -78,6 +78,11 @@ class Parameters:
         """Whether a law hangs on which tokens came before, not only on how many."""
         return any(part is not None for part in (self.repetition, self.presence, self.frequency, self.words))
 
+    @property
+    def bare(self) -> bool:
+        """Whether logits are taken as they are: no bias, no words or ends that may not come, no penalties."""
+        return self.bias is None and self.min_tokens is None and not self.reads_prefix
+
     def repeated(self, times: int) -> Parameters:
         """Return every row `times` times over, for the places of a draft: [n] -> [n * times]."""
         if times == 1:

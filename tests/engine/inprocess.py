@@ -8,6 +8,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from multiprocessing import Pipe
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import torch
@@ -68,8 +69,8 @@ def setup(K: int, fan_out_hit: tuple[int, ...] = (), fan_out_miss: tuple[int, ..
 class Pair:
     """A target here and its drafter in a thread."""
 
-    def __init__(self, target: LoadedModel, peer: DraftPeer, max_model_len: int, idle: threading.Event, drafter: Drafter) -> None:
-        self.target, self.peer, self.max_model_len, self.idle, self.drafter = target, peer, max_model_len, idle, drafter
+    def __init__(self, target: LoadedModel, peer: DraftPeer, max_model_len: int, far: Watched, drafter: Drafter) -> None:
+        self.target, self.peer, self.max_model_len, self.far, self.drafter = target, peer, max_model_len, far, drafter
         self.spans: deque = deque()
 
     def scheduler(self, how, patient=False) -> Scheduler:
@@ -80,8 +81,15 @@ class Pair:
         target = Target(self.target, len(self.drafter.rows), slots_needed(self.max_model_len, K))
         if patient:
             play = target.round
-            target.round = lambda *rest: self.idle.wait(20) and play(*rest)
+            target.round = lambda *rest: self.drafter_rests() and play(*rest)
         return Scheduler(target, self.peer if how is not None else None, self.spans, "jit" if how is None else how.backup)
+
+    def drafter_rests(self) -> bool:
+        """Wait until the drafter has taken in all that it was told and has nothing left to do."""
+        deadline = monotonic() + 20
+        while monotonic() < deadline and not (self.far.idle and self.far.received == self.peer.link.sent):
+            sleep(2e-4)
+        return self.far.idle
 
     def request(self, prompt, max_tokens, ends=frozenset(), **params) -> Request:
         """A request with further sampling parameters, settled."""
@@ -117,26 +125,34 @@ class Pair:
         return requests
 
 
+class Counted(Link):
+    """Counts what it sends."""
+
+    sent = 0
+
+    def send(self, message):
+        self.sent += 1
+        super().send(message)
+
+
+class Watched(Link):
+    """Counts what it receives, and says when its owner has nothing left to do but wait for a message."""
+
+    received, idle = 0, False
+
+    def receive(self, deadline=None):
+        self.idle = self._next is None and not self._connection.poll(0)
+        message = super().receive(deadline)
+        self.received, self.idle = self.received + 1, False
+        return message
+
+
 @contextmanager
 def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, deadline: float = 20.0, rows: int = 1):
     """Run a drafter in a thread and yield the Pair that talks to it."""
     ours, theirs = Pipe()
-    link, far = Link(ours), Link(theirs)
+    link, far = Counted(ours), Watched(theirs)
     drafter = Drafter(loaded(draft), far, rows, max_model_len, target.config.vocab_size)
-
-    idle = threading.Event()
-
-    class Watched(Link):
-        """Says when the drafter has nothing left to do but wait for a message."""
-
-        def receive(self, deadline=None):
-            if self._next is None and not self._connection.poll(0):
-                idle.set()
-            message = super().receive(deadline)
-            idle.clear()
-            return message
-
-    far.__class__ = Watched
 
     def serve() -> None:
         with suppress(LinkError):
@@ -147,7 +163,7 @@ def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, de
     process = SimpleNamespace(kill=lambda: None, wait=lambda timeout=None: None)
     peer = DraftPeer(process, link, deadline, target.config.vocab_size)
     try:
-        yield Pair(loaded(target), peer, max_model_len, idle, drafter)
+        yield Pair(loaded(target), peer, max_model_len, far, drafter)
     finally:
         peer.tell(Shutdown())
         thread.join(20)
