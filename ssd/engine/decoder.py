@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ssd import native
 from ssd.engine import decoder_kernel as kernels
-from ssd.engine import linear_kernel, native
+from ssd.engine import linear_kernel
 from ssd.engine.kv import Abort, Aborted
 from ssd.engine.linear import fits_bf16, fp32_compute_from_bf16
 from ssd.engine.queries import Fed

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ssd.engine import linear_kernel, native
-from ssd.engine.native import F32, FLOATS, I64, LONGS, VOID, Code, Kernel, integer, ir
+from ssd import native
+from ssd.engine import linear_kernel
+from ssd.native import F32, FLOATS, I64, LONGS, VOID, Code, Kernel, integer, ir
 
 NORM_ARGUMENTS = ("x", "weight", "out", "width", "eps", "tokens")
 TURN_ARGUMENTS = (

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ssd import native
 from ssd.engine import linear_kernel as kernel
-from ssd.engine import native
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ssd.engine import native
-from ssd.engine.native import Code, Kernel, integer, ir
+from ssd import native
+from ssd.native import Code, Kernel, integer, ir
 
 CHUNK_BYTES = 256 * 1024  # of weights, kept in the second-level cache while several tiles of tokens pass over them
 MIN_TEAM_WORK = 1 << 18  # multiply-adds below which waking a second thread costs more than it brings

@@ -207,7 +207,7 @@ class Link:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def stay_awake(self, placement: Placement) -> None:
-        """Wait for a message with open eyes at first, where target and draft have no device in common: waking up takes longer than a message."""
+        """Wait with open eyes at first where target and draft have no device in common: waking up takes longer than a message."""
         self._awake = 0.0 if set(placement.target) & set(placement.draft) else AWAKE_SECONDS
 
     def send(self, message: object) -> None:

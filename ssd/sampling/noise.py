@@ -7,13 +7,15 @@ draws at all positions of the draft; had the positions after the accepted ones t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
-from functools import lru_cache
-from typing import TypeVar
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+from ssd.sampling import noise_kernel
 
 Ints = TypeVar("Ints", np.ndarray, torch.Tensor)
 
@@ -54,6 +56,20 @@ def mix(words: Ints) -> Ints:
     return mixed
 
 
+def _on_host(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
+    """Let what is a function of arrays and tensors alike take tensors on the CPU as arrays: of a few numbers, those cost a fifth."""
+
+    @wraps(function)
+    def call(*given: Any) -> Any:
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        if not tensors or not all(one.is_cpu for one in tensors):
+            return function(*given)
+        return torch.from_numpy(function(*(one.numpy() if isinstance(one, torch.Tensor) else one for one in given)))
+
+    return call
+
+
+@_on_host
 def extend(prefix: Ints, tokens: Ints) -> Ints:
     """Return the hashes of prefixes with one more token each; both [n] int64, arrays or tensors alike."""
     return mix(prefix + mix((tokens + 1) * GOLDEN))
@@ -74,6 +90,7 @@ def _mix(word: int) -> int:
     return word ^ word >> 31
 
 
+@_on_host
 def noise_key(seed: Ints, purpose: Purpose, position: Ints, prefix: Ints) -> Ints:
     """Return what a random number hangs on: the request's seed, what it is for, where, and the hash of the tokens before it; all [n]."""
     offset = _signed(int(purpose) * GOLDEN % (1 << 64))
@@ -99,6 +116,8 @@ def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     The bits are the same on every device; the two logarithms agree to their last digits. Small exponentials, which decide, keep all of
     fp32's relative precision: the noise reaches 43, the most that 63 bits can tell apart.
     """
+    if keys.is_cpu and noise_kernel.available(vocab_size):
+        return noise_kernel.gumbel(keys, vocab_size, (GOLDEN, FIRST, SECOND))
     words = _shifted(mix(keys[:, None] + _steps(vocab_size, keys.device)), 1)
     words |= 1
     parts = words.float().mul_(-(2.0**-63)).clamp_(min=2.0**-24 - 1)

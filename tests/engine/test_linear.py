@@ -16,7 +16,8 @@ from torch.nn.functional import linear as torch_linear
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from ssd.engine import linear, linear_kernel, native
+from ssd import native
+from ssd.engine import linear, linear_kernel
 from ssd.engine.linear import Bf16Embedding, FastLinear, fp32_compute_from_bf16, replace_linears
 
 needs_kernel = pytest.mark.skipif(bool(native.why_unavailable()), reason=native.why_unavailable())

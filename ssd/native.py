@@ -178,6 +178,14 @@ if ir is not None:
     BYTES, FLOATS, LONGS = ir.IntType(8).as_pointer(), F32.as_pointer(), I64.as_pointer()
 
 
+# Polynomials of e^r and log(1 + r): S. Moshier's, of the Cephes library.
+_EXP = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_LOG = (
+    *(-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+
+
 class Code:
     """Builds one function over vectors of `lanes` floats; `args` are its arguments."""
 
@@ -293,11 +301,28 @@ class Code:
         # The natural logarithm of 2 in two parts, so that the rest is exact to the last place.
         r = self.fma(n, self.constant(2.12194440e-4), self.fma(n, self.constant(-0.693359375), x))
         power = self.constant(1.9875691500e-4)
-        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        for factor in _EXP:
             power = self.fma(power, r, self.constant(factor))
         power = b.fadd(self.fma(power, b.fmul(r, r), r), self.constant(1.0))
         scale = b.shl(b.add(b.fptosi(n, self.words), self.word(127)), self.word(23))
         return b.fmul(power, b.bitcast(scale, self.vector))
+
+    def log(self, x: Any) -> Any:
+        """The natural logarithm of each number, to a unit or two in the last place; numbers are positive and normal."""
+        b = self.b
+        bits = b.bitcast(x, self.words)
+        exponent = b.sub(b.lshr(bits, self.word(23)), self.word(126))
+        part = b.bitcast(b.or_(b.and_(bits, self.word(0x007FFFFF)), self.word(0x3F000000)), self.vector)
+        low = b.fcmp_ordered("<", part, self.constant(0.707106781186547524))
+        exponent = b.select(low, b.sub(exponent, self.word(1)), exponent)
+        r = b.fsub(b.select(low, b.fadd(part, part), part), self.constant(1.0))
+        power = self.constant(7.0376836292e-2)
+        for factor in _LOG:
+            power = self.fma(power, r, self.constant(factor))
+        square, e = b.fmul(r, r), b.sitofp(exponent, self.vector)
+        rest = self.fma(e, self.constant(-2.12194440e-4), b.fmul(b.fmul(power, r), square))
+        rest = self.fma(square, self.constant(-0.5), rest)
+        return self.fma(e, self.constant(0.693359375), b.fadd(r, rest))
 
     def intrinsic(self, name: str, result: Any, kinds: Sequence[Any]) -> Any:
         """One of LLVM's own functions."""
