@@ -94,7 +94,13 @@ def openmp() -> Any:
     return library
 
 
-_cores_seen: set[int] = set()
+class _Seen(threading.local):
+    """The cores that a caller's team was last spread over: each thread that calls has a team of its own."""
+
+    cores: frozenset[int] = frozenset()
+
+
+_seen = _Seen()
 
 
 def team_size() -> int:
@@ -106,7 +112,7 @@ def team_size() -> int:
         return wanted
     cores = os.sched_getaffinity(0)
     threads = min(wanted, len(cores))
-    if threads > 1 and cores != _cores_seen:
+    if threads > 1 and cores != _seen.cores:
         spread(cores, threads)
     return threads
 
@@ -117,8 +123,7 @@ def spread(cores: set[int], threads: int) -> None:
     if library is not None:
         move = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: os.sched_setaffinity(0, cores))
         library.GOMP_parallel(ctypes.cast(move, ctypes.c_void_p), None, threads, 0)
-    _cores_seen.clear()
-    _cores_seen.update(cores)
+    _seen.cores = frozenset(cores)
 
 
 # --- compiled code ---

@@ -8,6 +8,9 @@ The numbers are those of fp32 on the checkpoint's bf16 weights, as `ssd.engine.l
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,8 @@ ROTARY = ("default", "linear", "llama3", "yarn")
 # Programs, one for each number of tokens and rows, that are kept; and for how many tokens more, at least, room is made.
 MAX_PROGRAMS = 256
 ROOM = 32
+# Multiply-adds of attention below which waking a second thread costs more than it brings.
+MIN_TEAM_WORK = 1 << 19
 
 # The calls of each layer.
 Program = list[list[tuple[Any, tuple[Any, ...]]]]
@@ -44,15 +49,20 @@ class Packed:
     @classmethod
     def of(cls, layers: Sequence[nn.Linear], lanes: int, *, gated: bool = False) -> Packed:
         """Pack the weights of layers one below the other; of a gated one's two, the rows in turns."""
-        weights = [_weight(layer).detach().to(torch.bfloat16) for layer in layers]
+        weights = [_weight(layer).detach().to(torch.bfloat16).contiguous() for layer in layers]
         biases = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers]
+        inputs, block = weights[0].shape[1], 2 * lanes
+        words = torch.empty(sum(map(len, weights)) // block, inputs, lanes, dtype=torch.int32)
         if gated:
-            weights = [torch.stack([w.view(-1, lanes, w.shape[1]) for w in weights], 1).flatten(0, 2)]
-            biases = [torch.stack([bias.view(-1, lanes) for bias in biases], 1).flatten()]
-        words = linear_kernel.pack(torch.cat(weights), lanes)
-        bias = torch.zeros(2 * lanes * len(words))
-        bias[: sum(map(len, biases))] = torch.cat(biases)
-        return cls(words, bias)
+            gate, up = (weight.view(-1, lanes, inputs) for weight in weights)
+            linear_kernel.pack_halves(gate, up, words)
+            return cls(words, torch.stack([bias.view(-1, lanes) for bias in biases], 1).flatten())
+        first = 0
+        for weight in weights:
+            halves = weight.view(-1, 2, lanes, inputs)
+            linear_kernel.pack_halves(halves[:, 0], halves[:, 1], words[first : first + len(halves)])
+            first += len(halves)
+        return cls(words, torch.cat(biases))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,8 @@ class Decoder:
         while len(module.model.layers):
             layers.append(_layer(module.model.layers[0], vectors.lanes))
             # Each is let go once it is packed: the weights are never there twice.
+            for weight in module.model.layers[0].parameters():
+                _page_out(weight)
             del module.model.layers[0]
         fp32_compute_from_bf16(module)
         return cls(
@@ -118,13 +130,22 @@ class Decoder:
         )
 
 
+def _page_out(tensor: torch.Tensor) -> None:
+    """Let the system forget the pages of a mapped file that a tensor lies in; should they be read again, they are read anew."""
+    page, page_out = mmap.PAGESIZE, 21  # MADV_PAGEOUT, Linux 5.4 and later; elsewhere nothing happens
+    begin = -(-tensor.data_ptr() // page) * page
+    size = (tensor.data_ptr() + tensor.nbytes - begin) // page * page
+    if sys.platform == "linux" and size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), page_out)
+
+
 def _is_of_family(module: Any) -> bool:
     config, vectors = module.config, native.host_vectors()
     rope = getattr(config, "rope_parameters", None) or {}
     if vectors is None or config.model_type not in FAMILY or rope.get("rope_type", "default") not in ROTARY:
         return False
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    whole = size % (2 * vectors.lanes) == 0 and config.hidden_size % vectors.lanes == 0 and config.intermediate_size % vectors.lanes == 0
+    whole = not any(width % (2 * vectors.lanes) for width in (size, config.hidden_size, config.intermediate_size))
     plain = config.hidden_act == "silu" and rope.get("partial_rotary_factor", 1.0) == 1.0
     linears = [layer for layer in module.model.layers.modules() if isinstance(layer, nn.Linear)]
     return whole and plain and all(layer.weight.device.type == "cpu" and fits_bf16(_weight(layer)) for layer in linears)
@@ -166,7 +187,7 @@ class SlotDecoder:
         self._units = np.zeros((rows * d.kv_heads, len(kernels.UNIT_FIELDS)), dtype=np.int64)
         self._between: dict[str, torch.Tensor] = {}
         self._places = np.zeros((0, 4), dtype=np.int64)
-        self._programs: dict[tuple[int, int, int], Program] = {}
+        self._programs: dict[tuple[int, int, int, bool], Program] = {}
         self._layouts: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def copy(self, source: int, from_slots: np.ndarray, row: int, to_slots: np.ndarray) -> None:
@@ -182,7 +203,7 @@ class SlotDecoder:
         self._lay_out(fed)
         self._between["x"][:count] = self.decoder.embedding(fed.tokens)
         torch.index_select(self._angles, 0, torch.from_numpy(fed.positions), out=self._between["angles"][:count])
-        for layer in self._program(count, len(fed.rows), native.team_size()):
+        for layer in self._program(count, len(fed.rows), native.team_size(), self._reads_much(fed)):
             if abort is not None and abort():
                 raise Aborted
             for function, arguments in layer:
@@ -255,9 +276,13 @@ class SlotDecoder:
             first += count
         return places, units.reshape(-1, len(kernels.UNIT_FIELDS))
 
-    def _program(self, count: int, rows: int, threads: int) -> Program:
-        """Return the calls of each layer for so many tokens of so many rows."""
-        found = self._programs.get((count, rows, threads))
+    def _reads_much(self, fed: Fed) -> bool:
+        """Whether attention is worth more than one thread."""
+        return sum(row.count * row.limit for row in fed.rows) * self.decoder.heads * self.decoder.size >= MIN_TEAM_WORK
+
+    def _program(self, count: int, rows: int, threads: int, shared: bool) -> Program:
+        """Return the calls of each layer for so many tokens of so many rows; shared: whether threads share the attention."""
+        found = self._programs.get((count, rows, threads, shared))
         if found is None:
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.clear()
@@ -266,11 +291,11 @@ class SlotDecoder:
             if scratch is None or len(scratch) < threads:
                 self._programs.clear()
                 self._between["scratch"] = torch.zeros(threads, share)
-            found = [self._calls(number, count, rows, threads) for number in range(len(self.decoder.layers))]
-            self._programs[count, rows, threads] = found
+            found = [self._calls(number, count, rows, threads, shared) for number in range(len(self.decoder.layers))]
+            self._programs[count, rows, threads, shared] = found
         return found
 
-    def _calls(self, number: int, count: int, rows: int, threads: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    def _calls(self, number: int, count: int, rows: int, threads: int, shared: bool) -> list[tuple[Any, tuple[Any, ...]]]:
         d, layer, lanes = self.decoder, self.decoder.layers[number], self.vectors.lanes
         at = {name: array.data_ptr() for name, array in self._between.items()}
         norms = layer.head_norms
@@ -298,7 +323,7 @@ class SlotDecoder:
             norm("x", layer.norm),
             product(layer.projection, "normed", "qkv"),
             kernels.turn_kernel(lanes, norms is not None).call(native.integers(turn)),
-            kernels.attend_kernel(lanes).call(native.integers(attend), threads),
+            kernels.attend_kernel(lanes).call(native.integers(attend), threads if shared else 1),
             product(layer.output, "attended", "y", "onto", "x"),
             norm("y", layer.feed_norm),
             product(layer.gate, "normed", "gated", "gated"),

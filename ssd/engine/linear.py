@@ -72,7 +72,8 @@ class Bf16Embedding(nn.Module):
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
         # Not a floating tensor to torch, so that casting the model leaves it alone and `model.dtype` says float32.
-        self.register_buffer("bits", table.detach().to(torch.bfloat16).view(torch.int16))
+        # A copy: the table may be a part of a mapped file, which would stay in memory with it.
+        self.register_buffer("bits", table.detach().to(torch.bfloat16, copy=True).view(torch.int16))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `[..., width]` of the table for ids `[...]`."""

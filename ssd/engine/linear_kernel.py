@@ -12,6 +12,7 @@ times the second.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,10 +27,49 @@ MIN_TEAM_WORK = 1 << 18  # multiply-adds below which waking a second thread cost
 def pack(weight: torch.Tensor, lanes: int) -> torch.Tensor:
     """Words `[blocks, in, lanes]` (int32) of a bf16 weight `[out, in]`, padded with zeros to whole blocks."""
     out_features, in_features = weight.shape
-    bits = weight.contiguous().view(torch.int16)
-    bits = torch.nn.functional.pad(bits, (0, 0, 0, -out_features % (2 * lanes)))
-    bits = bits.view(-1, 2, lanes, in_features).permute(0, 3, 2, 1).contiguous()
-    return bits.view(torch.int32).squeeze(-1)
+    words = torch.empty(-(-out_features // (2 * lanes)), in_features, lanes, dtype=torch.int32)
+    whole = out_features // (2 * lanes) * 2 * lanes
+    last = torch.nn.functional.pad(weight[whole:], (0, 0, 0, -out_features % (2 * lanes)))
+    for part, place in ((weight[:whole], words[: whole // (2 * lanes)]), (last, words[whole // (2 * lanes) :])):
+        halves = part.contiguous().view(-1, 2, lanes, in_features)
+        pack_halves(halves[:, 0], halves[:, 1], place)
+    return words
+
+
+def pack_halves(low: torch.Tensor, high: torch.Tensor, words: torch.Tensor) -> None:
+    """Fill words `[blocks, in, lanes]` with the rows of two bf16 tensors `[blocks, lanes, in]` as their halves; rows are contiguous."""
+    blocks, in_features, lanes = words.shape
+    if native.why_unavailable():
+        bits = [half.contiguous().view(torch.int16).mT.to(torch.int32) for half in (low, high)]
+        words.copy_(bits[0] & 0xFFFF | bits[1] << 16)
+        return
+    pointers = low.data_ptr(), high.data_ptr(), words.data_ptr()
+    arguments = native.integers((*pointers, low.stride(0), high.stride(0), in_features, blocks))
+    threads = 1 if words.numel() < MIN_TEAM_WORK else native.team_size()
+    function, given = _packing(lanes).call(arguments, threads)
+    function(*given)
+
+
+@functools.cache
+def _packing(lanes: int) -> Kernel:
+    module = ir.Module()
+    code = Code(module, "pack", [native.LONGS, native.I64, native.I64, native.I64], lanes)
+    b = code.b
+    *pointers, low_apart, high_apart, inputs, _ = code.longs(code.args[0], 7)
+    shorts = ir.IntType(16).as_pointer()
+    low, high = (code.pointer(address, shorts) for address in pointers[:2])
+    words = code.pointer(pointers[2], native.I32.as_pointer())
+    with code.loop(*code.args[1:3]) as block:
+        starts = code.at(low, code.product(block, low_apart)), code.at(high, code.product(block, high_apart))
+        rows = [[code.at(start, code.product(inputs, lane)) for start in starts] for lane in range(lanes)]
+        to = code.at(words, code.product(block, inputs, lanes))
+        with code.loop(0, inputs) as i:
+            for lane, pair in enumerate(rows):
+                small, large = (b.zext(b.load(code.at(row, i)), native.I32) for row in pair)
+                b.store(b.or_(small, b.shl(large, ir.Constant(native.I32, 16))), code.at(to, code.product(i, lanes), lane))
+    b.ret_void()
+    native.entries(module, code.function, 6)
+    return native.compiled(module)
 
 
 def unpack(words: torch.Tensor, out_features: int) -> torch.Tensor:
