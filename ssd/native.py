@@ -30,6 +30,8 @@ except ImportError:  # pragma: no cover - a dependency, but the package must imp
 log = logging.getLogger(__name__)
 
 MAX_BLOCKS_AT_ONCE = 6
+# How often a thread looks whether the others have come before it lets go of the core: some 10 us.
+LOOKS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +133,15 @@ def spread(cores: set[int], threads: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Compiled code: called with an array of 64-bit integers by one thread, or (an address) by each thread of an OpenMP team."""
+    """Compiled code: called with an array of 64-bit integers by one thread, or (an address) by each thread of an OpenMP team.
+
+    work: the address of the function that does pieces of it; how many there are stands at place `count_at` of the array.
+    """
 
     alone: Any
     team: int
+    work: int
+    count_at: int
     engine: Any  # owns the machine code
 
     def call(self, arguments: Any, threads: int = 1) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -146,6 +153,23 @@ class Kernel:
     def address(self, name: str) -> int:
         """Where function `name` of the same module lies."""
         return int(self.engine.get_function_address(name))
+
+
+class Steps:
+    """Calls of kernels one after another, in one call: a team wakes up once, and waits awake between two steps."""
+
+    def __init__(self, steps: Sequence[tuple[Kernel, Any, bool]]) -> None:
+        """Each step: a kernel, its array of arguments, and whether the team shares it."""
+        rows = [(kernel.work, ctypes.addressof(given), given[kernel.count_at], int(shared)) for kernel, given, shared in steps]
+        self._steps, self._table = steps, integers([value for row in rows for value in row])
+        self._arrived = integers([0])
+        self._arguments = integers((ctypes.addressof(self._table), len(rows), ctypes.addressof(self._arrived)))
+
+    def run(self, threads: int) -> None:
+        """Do all steps with so many threads."""
+        self._arrived[0] = 0
+        function, given = _runner().call(self._arguments, threads)
+        function(*given)
 
 
 def integers(values: Sequence[int]) -> Any:
@@ -161,8 +185,8 @@ def bits(value: float) -> int:
 _compiling = threading.Lock()
 
 
-def compiled(module: Any) -> Kernel:
-    """Machine code of a module that has been through `entries`."""
+def compiled(module: Any, count_at: int = 0) -> Kernel:
+    """Machine code of a module with functions `alone`, `team` and `work`."""
     with _compiling:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
@@ -175,7 +199,8 @@ def compiled(module: Any) -> Kernel:
         engine = llvm.create_mcjit_compiler(parsed, target)
         engine.finalize_object()
     alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("alone"))
-    return Kernel(alone, engine.get_function_address("team") if openmp() else 0, engine)
+    team, work = (engine.get_function_address(name) for name in ("team", "work"))
+    return Kernel(alone, team if openmp() else 0, work, count_at, engine)
 
 
 if ir is not None:
@@ -339,21 +364,83 @@ def integer(value: Any) -> Any:
     return ir.Constant(I64, value) if isinstance(value, int) else value
 
 
-def entries(module: Any, work: Any, count_at: int) -> None:
-    """Give a module its functions `alone` and `team`, which call `work(arguments, first, last, thread)` with a thread's share of as many
-    pieces of work as stand at place `count_at` of the arguments."""
-    _entry(module, "alone", work, count_at, lambda b: (integer(0), integer(1)))
-    if library := openmp():
-        ask = [ctypes.cast(f, ctypes.c_void_p).value for f in (library.omp_get_thread_num, library.omp_get_num_threads)]
-        kind = ir.FunctionType(I32, []).as_pointer()
-        _entry(module, "team", work, count_at, lambda b: [b.sext(b.call(b.inttoptr(integer(f or 0), kind), []), I64) for f in ask])
+def kernel(module: Any, work: Any, count_at: int) -> Kernel:
+    """The kernel of which each thread calls `work(arguments, first, last, thread)` with its share of as many pieces as stand at place
+    `count_at` of the arguments."""
+
+    def share(code: Code, number: Any, threads: Any) -> None:
+        (total,) = code.longs(code.args[0], 1, count_at)
+        code.b.call(work, [code.args[0], *_share(code, total, number, threads), number])
+
+    for name in ("alone", "team"):
+        _entry(module, name, share)
+    code = Code(module, "work", [LONGS, I64, I64, I64], 1, inside=False)
+    code.b.call(work, code.args)
+    code.b.ret_void()
+    return compiled(module, count_at)
 
 
-def _entry(module: Any, name: str, work: Any, count_at: int, place: Any) -> None:
-    code = Code(module, name, [LONGS], 1, inside=False)
+def _entry(module: Any, name: str, build: Callable[[Code, Any, Any], None]) -> None:
+    """A function of an array of arguments; `build` makes its code, knowing the thread's number and how many there are."""
+    code, library = Code(module, name, [LONGS], 1, inside=False), openmp()
+    number, threads = integer(0), integer(1)
+    if name == "team" and library is not None:
+        number, threads = (_asked(code, function) for function in (library.omp_get_thread_num, library.omp_get_num_threads))
+    build(code, number, threads)
+    code.b.ret_void()
+
+
+def _asked(code: Code, function: Any) -> Any:
+    """What a function of a library says."""
+    kind = ir.FunctionType(I32, []).as_pointer()
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    return code.b.sext(code.b.call(code.b.inttoptr(integer(address), kind), []), I64)
+
+
+def _share(code: Code, total: Any, number: Any, threads: Any) -> list[Any]:
+    """First and last of `total` pieces for one thread; none where its number is past the threads."""
     b = code.b
-    number, threads = place(b)
-    (total,) = code.longs(code.args[0], 1, count_at)
-    first, last = (b.sdiv(b.mul(total, share), threads) for share in (number, b.add(number, integer(1))))
-    b.call(work, [code.args[0], first, last, number])
-    b.ret_void()
+    return [code.least(total, b.sdiv(b.mul(total, share), threads)) for share in (number, b.add(number, integer(1)))]
+
+
+@functools.cache
+def _runner() -> Kernel:
+    """Runs steps; after each the threads wait for one another, at first with open eyes."""
+    module = ir.Module()
+
+    def run(code: Code, number: Any, threads: Any) -> None:
+        b, kind = code.b, ir.FunctionType(VOID, [LONGS, I64, I64, I64]).as_pointer()
+        steps, count, arrived = code.longs(code.args[0], 3)
+        steps, arrived = code.pointer(steps, LONGS), code.pointer(arrived, LONGS)
+        with code.loop(0, count) as step:
+            work, given, total, shared = code.longs(steps, 4, code.product(step, 4))
+            sharing = b.select(b.icmp_signed("!=", shared, integer(0)), threads, integer(1))
+            b.call(b.inttoptr(work, kind), [code.pointer(given, LONGS), *_share(code, total, number, sharing), number])
+            _meet(code, arrived, code.product(b.add(step, integer(1)), threads))
+
+    for name in ("alone", "team"):
+        _entry(module, name, run)
+    Code(module, "work", [LONGS, I64, I64, I64], 1, inside=False).b.ret_void()
+    return compiled(module)
+
+
+def _meet(code: Code, arrived: Any, everyone: Any) -> None:
+    """Wait until everyone has arrived; before long, let others have the core, who may be in the way of one that has not."""
+    b = code.b
+    b.atomic_rmw("add", arrived, integer(1), "seq_cst")
+    with b.goto_entry_block():
+        looks = b.alloca(I64)
+    look, again, wait, done = (b.append_basic_block() for _ in range(4))
+    b.store(integer(0), looks)
+    b.branch(look)
+    b.position_at_end(look)
+    b.cbranch(b.icmp_signed("<", b.load_atomic(arrived, "seq_cst", 8), everyone), again, done)
+    b.position_at_end(again)
+    seen = b.add(b.load(looks), integer(1))
+    b.store(seen, looks)
+    b.cbranch(b.icmp_signed("<", seen, integer(LOOKS)), look, wait)
+    b.position_at_end(wait)
+    if hasattr(os, "sched_yield"):
+        _asked(code, ctypes.CDLL(None).sched_yield)
+    b.branch(look)
+    b.position_at_end(done)

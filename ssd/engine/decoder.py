@@ -13,7 +13,8 @@ import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,10 +34,9 @@ ROTARY = ("default", "linear", "llama3", "yarn")
 MAX_PROGRAMS = 256
 ROOM = 32
 # Multiply-adds of attention below which waking a second thread costs more than it brings.
-MIN_TEAM_WORK = 1 << 19
-
-# The calls of each layer.
-Program = list[list[tuple[Any, tuple[Any, ...]]]]
+MIN_TEAM_WORK = 1 << 16
+# From so many tokens on, threads share what is done for each of them.
+MANY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,13 @@ def _layer(layer: Any, lanes: int) -> Layer:
     )
 
 
+class Program(NamedTuple):
+    """All steps of a forward in one call, and the same layer by layer, for whoever may give it up between two."""
+
+    whole: native.Steps
+    layers: list[native.Steps]
+
+
 class SlotDecoder:
     """A decoder with the keys and values of `rows` sequences in slots, what lies between two calls of a forward, and its programs."""
 
@@ -187,7 +194,7 @@ class SlotDecoder:
         self._units = np.zeros((rows * d.kv_heads, len(kernels.UNIT_FIELDS)), dtype=np.int64)
         self._between: dict[str, torch.Tensor] = {}
         self._places = np.zeros((0, 4), dtype=np.int64)
-        self._programs: dict[tuple[int, int, int, bool], Program] = {}
+        self._programs: dict[tuple[int, int, bool], Program] = {}
         self._layouts: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def copy(self, source: int, from_slots: np.ndarray, row: int, to_slots: np.ndarray) -> None:
@@ -199,15 +206,15 @@ class SlotDecoder:
     def forward(self, fed: Fed, abort: Abort | None = None) -> torch.Tensor:
         """Feed the queries and return the logits that are wanted, `[wanted, vocabulary]`. Raises Aborted when `abort` says so."""
         count = len(fed.slots)
-        self._make_room(count)
+        self._make_room(count, native.team_size())
         self._lay_out(fed)
         self._between["x"][:count] = self.decoder.embedding(fed.tokens)
         torch.index_select(self._angles, 0, torch.from_numpy(fed.positions), out=self._between["angles"][:count])
-        for layer in self._program(count, len(fed.rows), native.team_size(), self._reads_much(fed)):
+        program, threads = self._program(count, len(fed.rows), self._reads_much(fed)), native.team_size()
+        for steps in [program.whole] if abort is None else program.layers:
             if abort is not None and abort():
                 raise Aborted
-            for function, arguments in layer:
-                function(*arguments)
+            steps.run(threads)
         wanted = self._between["x"][:count] if len(fed.wanted) == count else self._between["x"][torch.from_numpy(fed.wanted)]
         logits: torch.Tensor = self.decoder.head(self._normed(wanted))
         return logits
@@ -222,14 +229,16 @@ class SlotDecoder:
         half = self.decoder.size // 2
         return torch.cat([cosine[0, :, :half], sine[0, :, :half]], -1).float().contiguous()
 
-    def _make_room(self, count: int) -> None:
-        """Let there be room for `count` tokens between two calls."""
-        if count <= len(self._places):
+    def _make_room(self, count: int, threads: int) -> None:
+        """Let there be room for `count` tokens between two calls, and for the scores of so many threads."""
+        if count <= len(self._places) and threads <= len(self._between["scratch"]):
             return
+        count = max(count, len(self._places))
         d, count = self.decoder, -(-count // ROOM) * ROOM
         heads, qkv = d.heads * d.size, (d.heads + 2 * d.kv_heads) * d.size
         widths = {"x": d.hidden, "y": d.hidden, "normed": d.hidden, "qkv": qkv, "queries": heads, "attended": heads}
         self._between = {name: torch.zeros(count, width) for name, width in (widths | {"gated": d.intermediate, "angles": d.size}).items()}
+        self._between["scratch"] = torch.zeros(threads, self.vectors.max_tile * (self.slots + d.size))
         self._places = np.zeros((count, 4), dtype=np.int64)
         self._programs.clear()
 
@@ -280,33 +289,29 @@ class SlotDecoder:
         """Whether attention is worth more than one thread."""
         return sum(row.count * row.limit for row in fed.rows) * self.decoder.heads * self.decoder.size >= MIN_TEAM_WORK
 
-    def _program(self, count: int, rows: int, threads: int, shared: bool) -> Program:
-        """Return the calls of each layer for so many tokens of so many rows; shared: whether threads share the attention."""
-        found = self._programs.get((count, rows, threads, shared))
+    def _program(self, count: int, rows: int, long: bool) -> Program:
+        """Return the calls of each layer for so many tokens of so many rows; long: whether attention is much of the work."""
+        found = self._programs.get((count, rows, long))
         if found is None:
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.clear()
-            scratch = self._between.get("scratch")
-            share = self.vectors.max_tile * (self.slots + self.decoder.size)
-            if scratch is None or len(scratch) < threads:
-                self._programs.clear()
-                self._between["scratch"] = torch.zeros(threads, share)
-            found = [self._calls(number, count, rows, threads, shared) for number in range(len(self.decoder.layers))]
-            self._programs[count, rows, threads, shared] = found
+            calls = [self._calls(number, count, rows, long) for number in range(len(self.decoder.layers))]
+            found = Program(native.Steps([*chain.from_iterable(calls)]), [native.Steps(layer) for layer in calls])
+            self._programs[count, rows, long] = found
         return found
 
-    def _calls(self, number: int, count: int, rows: int, threads: int, shared: bool) -> list[tuple[Any, tuple[Any, ...]]]:
+    def _calls(self, number: int, count: int, rows: int, long: bool) -> list[tuple[native.Kernel, Any, bool]]:
         d, layer, lanes = self.decoder, self.decoder.layers[number], self.vectors.lanes
         at = {name: array.data_ptr() for name, array in self._between.items()}
-        norms = layer.head_norms
-        eps = native.bits(d.eps)
+        norms, eps, many = layer.head_norms, native.bits(d.eps), count >= MANY
 
-        def norm(x: str, weight: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-            return kernels.norm_kernel(lanes).call(native.integers((at[x], weight.data_ptr(), at["normed"], d.hidden, eps, count)))
+        def norm(x: str, weight: torch.Tensor) -> tuple[native.Kernel, Any, bool]:
+            given = at[x], weight.data_ptr(), at["normed"], d.hidden, eps, count
+            return kernels.norm_kernel(lanes), native.integers(given), many
 
-        def product(packed: Packed, x: str, out: str, finish: str = "plain", onto: str = "") -> tuple[Any, tuple[Any, ...]]:
+        def product(packed: Packed, x: str, out: str, finish: str = "plain", onto: str = "") -> tuple[native.Kernel, Any, bool]:
             where = at[onto] if onto else 0
-            return linear_kernel.product(packed.words, packed.bias, at[x], at[out], count, finish=finish, onto=where, threads=threads)
+            return linear_kernel.product(packed.words, packed.bias, at[x], at[out], count, finish=finish, onto=where)
 
         keys, values = self.keys[number].data_ptr(), self.values[number].data_ptr()
         turn = (
@@ -322,8 +327,8 @@ class SlotDecoder:
         return [
             norm("x", layer.norm),
             product(layer.projection, "normed", "qkv"),
-            kernels.turn_kernel(lanes, norms is not None).call(native.integers(turn)),
-            kernels.attend_kernel(lanes).call(native.integers(attend), threads if shared else 1),
+            (kernels.turn_kernel(lanes, norms is not None), native.integers(turn), many),
+            (kernels.attend_kernel(lanes), native.integers(attend), long),
             product(layer.output, "attended", "y", "onto", "x"),
             norm("y", layer.feed_norm),
             product(layer.gate, "normed", "gated", "gated"),

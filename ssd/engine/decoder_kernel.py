@@ -38,8 +38,7 @@ def norm_kernel(lanes: int) -> Kernel:
             value = code.b.fmul(code.load(code.at(row, i)), inverse)
             code.store(code.b.fmul(value, code.load(code.at(weight, i))), code.at(to, i))
     code.b.ret_void()
-    native.entries(module, code.function, len(NORM_ARGUMENTS) - 1)
-    return native.compiled(module)
+    return native.kernel(module, code.function, len(NORM_ARGUMENTS) - 1)
 
 
 @functools.cache
@@ -76,8 +75,7 @@ def turn_kernel(lanes: int, normed: bool) -> Kernel:
                 for half in (0, lanes):
                     code.store(code.load(code.at(value, i, half)), code.at(to, code.product(i, slots), half))
     b.ret_void()
-    native.entries(module, code.function, len(TURN_ARGUMENTS) - 1)
-    return native.compiled(module)
+    return native.kernel(module, code.function, len(TURN_ARGUMENTS) - 1)
 
 
 @functools.cache
@@ -111,8 +109,7 @@ def attend_kernel(lanes: int) -> Kernel:
                 with code.loop(0, size, lanes) as j:
                     code.store(code.load(code.at(result, code.product(i, size), j)), code.at(to, j))
     b.ret_void()
-    native.entries(module, code.function, len(ATTEND_ARGUMENTS) - 1)
-    return native.compiled(module)
+    return native.kernel(module, code.function, len(ATTEND_ARGUMENTS) - 1)
 
 
 @functools.cache
@@ -120,7 +117,7 @@ def attend_tile(lanes: int, queries: int) -> tuple[int, Kernel]:
     """Where the product of `queries` queries with fp32 keys or values lies, and what owns it."""
     module = ir.Module()
     linear_kernel.tile(module, queries, native.VECTORS[lanes], "keys")
-    for name in ("alone", "team"):
+    for name in ("alone", "team", "work"):
         Code(module, name, [LONGS], lanes, inside=False).b.ret_void()
     kernel = native.compiled(module)
     return kernel.address("tile_keys"), kernel

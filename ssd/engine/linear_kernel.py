@@ -21,7 +21,7 @@ from ssd import native
 from ssd.native import Code, Kernel, integer, ir
 
 CHUNK_BYTES = 256 * 1024  # of weights, kept in the second-level cache while several tiles of tokens pass over them
-MIN_TEAM_WORK = 1 << 18  # multiply-adds below which waking a second thread costs more than it brings
+MIN_TEAM_WORK = 1 << 17  # multiply-adds below which waking a second thread costs more than it brings
 
 
 def pack(weight: torch.Tensor, lanes: int) -> torch.Tensor:
@@ -68,8 +68,7 @@ def _packing(lanes: int) -> Kernel:
                 small, large = (b.zext(b.load(code.at(row, i)), native.I32) for row in pair)
                 b.store(b.or_(small, b.shl(large, ir.Constant(native.I32, 16))), code.at(to, code.product(i, lanes), lane))
     b.ret_void()
-    native.entries(module, code.function, 6)
-    return native.compiled(module)
+    return native.kernel(module, code.function, 6)
 
 
 def unpack(words: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -84,17 +83,19 @@ def matmul(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor) -> torch.Te
     blocks, _, lanes = words.shape
     out = torch.empty((*x.shape[:-1], 2 * lanes * blocks))
     if out.numel():
-        function, arguments = product(words, bias, x.data_ptr(), out.data_ptr(), out.numel() // out.shape[-1], threads=0)
-        function(*arguments)
+        kernel, arguments, shared = product(words, bias, x.data_ptr(), out.data_ptr(), out.numel() // out.shape[-1])
+        function, given = kernel.call(arguments, native.team_size() if shared else 1)
+        function(*given)
     return out
 
 
 def product(
-    words: torch.Tensor, bias: torch.Tensor, x: int, out: int, tokens: int, *, finish: str = "plain", onto: int = 0, threads: int
-) -> tuple[Any, tuple[Any, ...]]:
-    """The function, and its arguments, that put the product for so many tokens at `x` to `out`; all stay where they are meanwhile.
+    words: torch.Tensor, bias: torch.Tensor, x: int, out: int, tokens: int, *, finish: str = "plain", onto: int = 0
+) -> tuple[Kernel, Any, bool]:
+    """The kernel, and its arguments, that put the product for so many tokens at `x` to `out`; all stay where they are meanwhile. And
+    whether a second thread is worth waking for it.
 
-    onto: where the array lies that the sums are added to; not `out` itself. threads: 0 for as many as torch has.
+    onto: where the array lies that the sums are added to; not `out` itself.
     """
     blocks, in_features, lanes = words.shape
     tile, chunk = native.VECTORS[lanes].tile(tokens), blocks
@@ -103,27 +104,21 @@ def product(
     out_features = (1 if finish == "gated" else 2) * lanes * blocks
     arguments = native.integers((words.data_ptr(), x, bias.data_ptr(), onto, out, in_features, out_features, tokens, blocks, chunk))
     kernel = _kernels.get((tile, lanes, finish)) or _kernel(tile, lanes, finish)
-    if tokens * words.numel() * 2 < MIN_TEAM_WORK:
-        threads = 1
-    return kernel.call(arguments, threads or native.team_size())
+    return kernel, arguments, tokens * words.numel() * 2 >= MIN_TEAM_WORK
 
 
 _kernels: dict[tuple[int, int, str], Kernel] = {}
 
 
 def _kernel(tokens: int, lanes: int, finish: str) -> Kernel:
-    return _kernels.setdefault((tokens, lanes, finish), native.compiled(_module(tokens, native.VECTORS[lanes], finish)))
+    vectors, module = native.VECTORS[lanes], ir.Module()
+    rows = _rows(module, tokens, tile(module, tokens, vectors, finish), lanes)
+    return _kernels.setdefault((tokens, lanes, finish), native.kernel(module, rows, BLOCKS_AT))
 
 
 # --- code generation ---
 
 BLOCKS_AT = 8  # the place of the number of blocks among the arguments
-
-
-def _module(tokens: int, vectors: native.Vectors, finish: str) -> Any:
-    module = ir.Module()
-    native.entries(module, _rows(module, tokens, tile(module, tokens, vectors, finish), vectors.lanes), BLOCKS_AT)
-    return module
 
 
 def _rows(module: Any, tokens: int, tile: Any, lanes: int) -> Any:

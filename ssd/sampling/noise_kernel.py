@@ -49,8 +49,7 @@ def kernel(lanes: int, constants: tuple[int, int, int]) -> Kernel:
             token = code.least(token, code.sum(vocabulary, -lanes))
             code.store(_noise(code, _words(code, key, token, golden, factors)), code.at(to, token))
     code.b.ret_void()
-    native.entries(module, code.function, len(ARGUMENTS) - 1)
-    return native.compiled(module)
+    return native.kernel(module, code.function, len(ARGUMENTS) - 1)
 
 
 def _words(code: Code, key: Any, token: Any, golden: int, factors: list[int]) -> Any:
