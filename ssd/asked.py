@@ -17,6 +17,9 @@ SHARED: dict[str, Any] = {
     "mode": Annotated[str | None, typer.Option(help="Force ar, sd or ssd. [default: the planner's choice]")],
     "max_model_len": Annotated[int | None, typer.Option(help="Prompt and output together, tokens.")],
     "dtype": Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")],
+    "draft_weights": Annotated[
+        str | None, typer.Option(help="A draft's matrices on a CPU: checkpoint, or int8, which is faster. [default: int8 for large ones]")
+    ],
     "prompt_tokens": Annotated[int | None, typer.Option(help="Length of a prompt to plan for, tokens.")],
     "output_tokens": Annotated[int | None, typer.Option(help="Length of an output, tokens.")],
     "batch_size": Annotated[int | None, typer.Option(help="Requests to plan for that are decoded together. [default: 1]")],
@@ -35,7 +38,10 @@ SHARED: dict[str, Any] = {
 # How to draft, typed by hand.
 TYPED = ("num_speculative_tokens", "fan_out", "budget", "building", "backup")
 PLANNING = tuple(name for name in SHARED if name not in TYPED)
-MEASURING = ("target", "draft", "hardware", "max_model_len", "dtype", "prompt_tokens", "output_tokens", "batch_size", "prompt_set")
+MEASURING = (
+    *("target", "draft", "hardware", "max_model_len", "dtype", "draft_weights"),
+    *("prompt_tokens", "output_tokens", "batch_size", "prompt_set"),
+)
 # What runs decodes one request at a time.
 RUNNING = tuple(name for name in SHARED if name != "batch_size")
 
@@ -50,6 +56,7 @@ class Asked:
     mode: str | None = None
     max_model_len: int | None = None
     dtype: str | None = None
+    draft_weights: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     batch_size: int | None = None

@@ -48,6 +48,8 @@ ARCHITECTURES = (
     "starcoder2",
 )
 DEFAULT_MAX_MODEL_LEN = 4096
+# Weights of a draft from which on reading them is most of a step, no cache holding them.
+WORTH_ROUNDING = 100_000_000
 # The key in a draft's config.json for the ids that it may propose; without it, all.
 DRAFT_VOCABULARY = "draft_vocabulary"
 
@@ -270,8 +272,24 @@ def compute_dtype(models: Models, device: torch.device) -> torch.dtype:
     return torch.float32 if models.dtype == "float32" else torch.bfloat16
 
 
-def weight_bytes(source: Source, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes its weights take: on a CPU, bf16 checkpoints stay bf16 also where fp32 is computed, a tied head as a copy."""
+def keeps_int8(models: Models, draft: Source, device: torch.device) -> bool:
+    """Return whether the draft's matrices are rounded to a byte a number; ValueError where that was asked for and cannot be."""
+    fits = device.type == "cpu" and compute_dtype(models, device) == torch.float32
+    if models.draft_weights == "int8" and not fits:
+        raise ValueError("draft_weights='int8' is for a draft that computes in float32 on a CPU: leave it out, or place the draft there")
+    return models.draft_weights == "int8" or (models.draft_weights == "auto" and fits and draft.parameters >= WORTH_ROUNDING)
+
+
+def weight_bytes(source: Source, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> int:
+    """Return the bytes its weights take: on a CPU, bf16 checkpoints stay bf16 also where fp32 is computed, a tied head as a copy.
+
+    int8: matrices take a byte a weight, but for the embedding.
+    """
+    if int8:
+        embedding = source.vocab_size * int(source.config.hidden_size)
+        tied = getattr(source.config, "tie_word_embeddings", False)
+        width = 2 if source.config.dtype == torch.bfloat16 else 4
+        return source.parameters - embedding + embedding * width + (embedding if tied else 0)
     if device.type != "cpu" or source.config.dtype != torch.bfloat16:
         return source.parameters * dtype.itemsize
     head = source.vocab_size * int(source.config.hidden_size) if getattr(source.config, "tie_word_embeddings", False) else 0
@@ -284,13 +302,17 @@ def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Plac
 
     needs: dict[str, int] = {}
     room: dict[str, int] = {}
-    for source, ids, places in ((pair.target, placement.target, slots[0]), (pair.draft, placement.draft, slots[1])):
+    for role, source, ids, places in (
+        ("target", pair.target, placement.target, slots[0]),
+        ("draft", pair.draft, placement.draft, slots[1]),
+    ):
         if source is None or not ids:
             continue
         device = torch_device(ids)
         dtype = compute_dtype(models, device)
         pool = "memory" if hardware.shared_memory else ids[0]
-        needs[pool] = needs.get(pool, 0) + weight_bytes(source, dtype, device) + places * source.kv_values_per_token * dtype.itemsize
+        weights = weight_bytes(source, dtype, device, int8=role == "draft" and keeps_int8(models, source, device))
+        needs[pool] = needs.get(pool, 0) + weights + places * source.kv_values_per_token * dtype.itemsize
         room[pool] = hardware.select(ids)[0].memory_bytes
     for pool, bytes_needed in needs.items():
         if bytes_needed > room[pool]:
@@ -335,10 +357,11 @@ def _shorten_head(source: Source, module: PreTrainedModel) -> None:
     module.set_output_embeddings(ShortHead(head.weight, getattr(head, "bias", None), ids))  # type: ignore[no-untyped-call]
 
 
-def load(source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bool = False) -> LoadedModel:
+def load(source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bool = False, int8: bool = False) -> LoadedModel:
     """Load the weights onto `device` for computing in `dtype`, attending over key-value slots.
 
-    drafts: whether it only proposes; a draft whose configuration lists `draft_vocabulary` then proposes nothing else.
+    drafts: whether it only proposes; a draft whose configuration lists `draft_vocabulary` then proposes nothing else. int8: whether its
+    matrices are rounded to a byte a number, where it computes in fp32 on a CPU.
     """
     from ssd.engine.decoder import Decoder
     from ssd.engine.kv import ATTENTION
@@ -357,7 +380,7 @@ def load(source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bo
         _shorten_head(source, module)
     decoder = None
     if device.type == "cpu" and dtype == torch.float32:
-        decoder = Decoder.of(module)
+        decoder = Decoder.of(module, int8=int8)
         if decoder is None:
-            fp32_compute_from_bf16(module)
+            fp32_compute_from_bf16(module, int8=int8)
     return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions, source.query_groups, decoder)

@@ -73,7 +73,7 @@ def hardware_for(asked: Asked) -> Hardware:
 
 def models_for(asked: Asked) -> Models:
     """Return the pair, by default the embedded one."""
-    given = {name: getattr(asked, name) for name in ("target", "draft", "dtype", "max_model_len")}
+    given = {name: getattr(asked, name) for name in ("target", "draft", "dtype", "max_model_len", "draft_weights")}
     return Models.model_validate(_without_none(given))
 
 

@@ -88,6 +88,7 @@ def _check_profile(profile: Profile, hardware: Hardware, models: Models, workloa
         ("hardware", hardware.name, profile.hardware),
         ("models.target", models.target, profile.models.target),
         ("models.draft", models.draft, profile.models.draft),
+        ("models.draft_weights", models.draft_weights, profile.models.draft_weights),
         ("workload.prompt_set", workload.prompt_set, profile.prompt_set),
     ):
         if ours != theirs and not (option == "workload.prompt_set" and theirs == "given"):

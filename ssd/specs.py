@@ -130,6 +130,11 @@ class Models(Spec):
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output together, tokens; none takes what the target can, at most 4096"
     )
+    draft_weights: Literal["auto", "checkpoint", "int8"] = Field(
+        "auto",
+        description="how a draft on a CPU keeps its matrices: as the checkpoint has them, or in a byte a weight, which changes what is "
+        "proposed and how fast, never what is emitted; auto is int8 from 100 million weights on (no unit)",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -41,10 +41,19 @@ MANY = 16
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The weight of a product as its kernel reads it, `[out, in]`, with its bias."""
+    """The weight of a product as its kernel reads it, `[out, in]`, with its bias, and the scales of int8 weights."""
 
     words: torch.Tensor
     bias: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @classmethod
+    def rounded(cls, layers: Sequence[nn.Linear], lanes: int, *, gated: bool = False) -> Packed:
+        """As `of`, with weights of any type rounded to a byte each."""
+        biases = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers]
+        parts = [(*linear_kernel.quantised(_weight(layer)), bias) for layer, bias in zip(layers, biases, strict=True)]
+        numbers, scales, bias = (_in_turns(part, lanes) if gated else torch.cat(part) for part in zip(*parts, strict=True))
+        return cls(linear_kernel.pack_bytes(numbers, lanes), bias, scales)
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear], lanes: int, *, gated: bool = False) -> Packed:
@@ -56,13 +65,18 @@ class Packed:
         if gated:
             gate, up = (weight.view(-1, lanes, inputs) for weight in weights)
             linear_kernel.pack_halves(gate, up, words)
-            return cls(words, torch.stack([bias.view(-1, lanes) for bias in biases], 1).flatten())
+            return cls(words, _in_turns(biases, lanes))
         first = 0
         for weight in weights:
             halves = weight.view(-1, 2, lanes, inputs)
             linear_kernel.pack_halves(halves[:, 0], halves[:, 1], words[first : first + len(halves)])
             first += len(halves)
         return cls(words, torch.cat(biases))
+
+
+def _in_turns(parts: Sequence[torch.Tensor], lanes: int) -> torch.Tensor:
+    """`lanes` rows of each part in turn."""
+    return torch.stack([part.view(-1, lanes, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +110,12 @@ class Decoder:
     scale: float
 
     @classmethod
-    def of(cls, module: Any) -> Decoder | None:
-        """Take the weights out of a transformers model on a CPU, which is then of no more use; None where it is not of the family."""
-        if not _is_of_family(module):
+    def of(cls, module: Any, *, int8: bool = False) -> Decoder | None:
+        """Take the weights out of a transformers model on a CPU, which is then of no more use; None where it is not of the family.
+
+        int8: keep matrices rounded to a byte a number, as a draft's may be.
+        """
+        if not _is_of_family(module, int8):
             return None
         vectors = native.host_vectors()
         if vectors is None:
@@ -108,12 +125,12 @@ class Decoder:
         del attention
         layers = []
         while len(module.model.layers):
-            layers.append(_layer(module.model.layers[0], vectors.lanes))
+            layers.append(_layer(module.model.layers[0], Packed.rounded if int8 else Packed.of, vectors.lanes))
             # Each is let go once it is packed: the weights are never there twice.
             for weight in module.model.layers[0].parameters():
                 _page_out(weight)
             del module.model.layers[0]
-        fp32_compute_from_bf16(module)
+        fp32_compute_from_bf16(module, int8=int8)
         return cls(
             embedding=module.model.embed_tokens,
             layers=tuple(layers),
@@ -139,7 +156,7 @@ def _page_out(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), page_out)
 
 
-def _is_of_family(module: Any) -> bool:
+def _is_of_family(module: Any, int8: bool) -> bool:
     config, vectors = module.config, native.host_vectors()
     rope = getattr(config, "rope_parameters", None) or {}
     if vectors is None or config.model_type not in FAMILY or rope.get("rope_type", "default") not in ROTARY:
@@ -148,24 +165,24 @@ def _is_of_family(module: Any) -> bool:
     whole = not any(width % (2 * vectors.lanes) for width in (size, config.hidden_size, config.intermediate_size))
     plain = config.hidden_act == "silu" and rope.get("partial_rotary_factor", 1.0) == 1.0
     linears = [layer for layer in module.model.layers.modules() if isinstance(layer, nn.Linear)]
-    return whole and plain and all(layer.weight.device.type == "cpu" and fits_bf16(_weight(layer)) for layer in linears)
+    return whole and plain and all(layer.weight.device.type == "cpu" and (int8 or fits_bf16(_weight(layer))) for layer in linears)
 
 
 def _weight(layer: nn.Linear) -> torch.Tensor:
     return layer.weight
 
 
-def _layer(layer: Any, lanes: int) -> Layer:
+def _layer(layer: Any, pack: Callable[..., Packed], lanes: int) -> Layer:
     attention, feed = layer.self_attn, layer.mlp
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
     return Layer(
         norm=layer.input_layernorm.weight.detach().float(),
-        projection=Packed.of([attention.q_proj, attention.k_proj, attention.v_proj], lanes),
+        projection=pack([attention.q_proj, attention.k_proj, attention.v_proj], lanes),
         head_norms=None if norms is None else (norms[0].weight.detach().float(), norms[1].weight.detach().float()),
-        output=Packed.of([attention.o_proj], lanes),
+        output=pack([attention.o_proj], lanes),
         feed_norm=layer.post_attention_layernorm.weight.detach().float(),
-        gate=Packed.of([feed.gate_proj, feed.up_proj], lanes, gated=True),
-        down=Packed.of([feed.down_proj], lanes),
+        gate=pack([feed.gate_proj, feed.up_proj], lanes, gated=True),
+        down=pack([feed.down_proj], lanes),
     )
 
 
@@ -311,7 +328,8 @@ class SlotDecoder:
 
         def product(packed: Packed, x: str, out: str, finish: str = "plain", onto: str = "") -> tuple[native.Kernel, Any, bool]:
             where = at[onto] if onto else 0
-            return linear_kernel.product(packed.words, packed.bias, at[x], at[out], count, finish=finish, onto=where)
+            given = packed.words, packed.bias, at[x], at[out], count
+            return linear_kernel.product(*given, scales=packed.scales, finish=finish, onto=where)
 
         keys, values = self.keys[number].data_ptr(), self.values[number].data_ptr()
         turn = (

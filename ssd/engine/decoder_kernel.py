@@ -86,7 +86,7 @@ def attend_kernel(lanes: int) -> Kernel:
     code = _work(module, "attend", lanes)
     queries, keys, values, out, units, scratch, share, size, slots, stride, group, _ = _arguments(code, ATTEND_ARGUMENTS)
     b, block, nothing = code.b, 2 * lanes, integer(0)
-    kind = ir.FunctionType(VOID, [FLOATS] * 5 + [I64] * 6).as_pointer()
+    kind = ir.FunctionType(VOID, [FLOATS] * 6 + [I64] * 6).as_pointer()
     scores = code.at(scratch, code.product(code.args[3], share))
     with code.loop(*code.args[1:3]) as unit:
         fields = code.longs(units, len(UNIT_FIELDS), code.product(unit, len(UNIT_FIELDS)))
@@ -97,11 +97,11 @@ def attend_kernel(lanes: int) -> Kernel:
             # The last tile may overlap the one before.
             first = code.least(first, b.sub(number, tile))
             query = code.at(queries, query_at, code.product(first, size))
-            b.call(kernel, [key, query, query, query, scores, size, size, read, size, nothing, b.sdiv(read, integer(block))])
+            b.call(kernel, [key, query, query, query, query, scores, size, size, read, size, nothing, b.sdiv(read, integer(block))])
             with code.loop(0, tile) as i:
                 seen = code.sum(mask_at, code.product(b.sdiv(b.add(first, i), group), mask_apart))
                 b.call(softmax, [code.at(scores, code.product(i, read)), code.pointer(seen, native.BYTES), read])
-            b.call(kernel, [value, scores, query, query, result, read, read, size, slots, nothing, b.sdiv(size, integer(block))])
+            b.call(kernel, [value, scores, query, query, query, result, read, read, size, slots, nothing, b.sdiv(size, integer(block))])
             with code.loop(0, tile) as i:
                 query = b.add(first, i)
                 token, head = b.sdiv(query, group), b.srem(query, group)
@@ -116,11 +116,11 @@ def attend_kernel(lanes: int) -> Kernel:
 def attend_tile(lanes: int, queries: int) -> tuple[int, Kernel]:
     """Where the product of `queries` queries with fp32 keys or values lies, and what owns it."""
     module = ir.Module()
-    linear_kernel.tile(module, queries, native.VECTORS[lanes], "keys")
+    linear_kernel.tile(module, queries, native.VECTORS[lanes], "fp32")
     for name in ("alone", "team", "work"):
         Code(module, name, [LONGS], lanes, inside=False).b.ret_void()
     kernel = native.compiled(module)
-    return kernel.address("tile_keys"), kernel
+    return kernel.address("tile"), kernel
 
 
 def _work(module: Any, name: str, lanes: int) -> Code:

@@ -112,7 +112,8 @@ def _load(boot: Boot, link: Link) -> Drafter:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     pin(boot.placement.draft)
-    loaded = load(locate("draft", boot.draft), torch_device(boot.placement.draft), getattr(torch, boot.dtype), drafts=True)
+    source, device = locate("draft", boot.draft), torch_device(boot.placement.draft)
+    loaded = load(source, device, getattr(torch, boot.dtype), drafts=True, int8=boot.int8)
     # What is loaded stays; looking through it for garbage would take some 40 ms now and then, in the midst of a round.
     gc.freeze()
     return Drafter(loaded, link, boot.rows, boot.max_model_len, boot.vocab_size)

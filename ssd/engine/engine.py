@@ -27,7 +27,7 @@ from ssd.engine.spans import MAX_SPANS
 from ssd.engine.target import Target
 from ssd.engine.text import Text
 from ssd.engine.worker import Delivery, Job, Worker
-from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, load
+from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, keeps_int8, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
 
 Prompt = str | Sequence[int]
@@ -116,10 +116,11 @@ class Engine:
         self._worker.call(lambda: self._configure(plan))
 
     def _boot(self, plan: Plan) -> Boot:
-        dtype = compute_dtype(plan.models, torch_device(plan.placement.draft))
-        name = str(dtype).removeprefix("torch.")
+        device = torch_device(plan.placement.draft)
+        name = str(compute_dtype(plan.models, device)).removeprefix("torch.")
         vocab_size = self.pair.target.vocab_size
-        return Boot(str(plan.models.draft), name, plan.placement, self.max_num_seqs, self.pair.max_model_len, vocab_size)
+        int8 = self.pair.draft is not None and keeps_int8(plan.models, self.pair.draft, device)
+        return Boot(str(plan.models.draft), name, plan.placement, self.max_num_seqs, self.pair.max_model_len, vocab_size, int8)
 
     def _await_ready(self, peer: DraftPeer) -> None:
         try:

@@ -22,25 +22,36 @@ log = logging.getLogger(__name__)
 
 
 class FastLinear(nn.Module):
-    """`x @ weight.T + bias` for inference: fp32 `[..., in]` to fp32 `[..., out]`, the weight `[out, in]` kept as packed bf16."""
+    """`x @ weight.T + bias` for inference: fp32 `[..., in]` to fp32 `[..., out]`, the weight `[out, in]` kept as packed bf16.
+
+    int8: keep the weight, of any type, rounded to a byte a number instead, with a scale for each output.
+    """
 
     words: torch.Tensor
     padded_bias: torch.Tensor
+    scales: torch.Tensor | None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> None:
         super().__init__()
         if weight.ndim != 2:
             raise ValueError(f"weight must be [out, in], got shape {tuple(weight.shape)}")
-        if not fits_bf16(weight):
+        if not int8 and not fits_bf16(weight):
             raise ValueError(f"weight ({weight.dtype}) holds numbers that bf16 cannot: keep torch.nn.Linear for it")
         vectors = native.host_vectors()
-        words = kernel.pack(weight.detach().to(torch.bfloat16), vectors.lanes if vectors else 16)
-        padded_bias = torch.zeros(words.shape[0] * 2 * words.shape[2], device=weight.device)
+        lanes, scales = vectors.lanes if vectors else 16, None
+        if int8:
+            numbers, scales = kernel.quantised(weight)
+            words = kernel.pack_bytes(numbers, lanes)
+            scales = nn.functional.pad(scales, (0, -len(weight) % (2 * lanes)))
+        else:
+            words = kernel.pack(weight.detach().to(torch.bfloat16), lanes)
+        padded_bias = torch.zeros(words.shape[0] * 2 * lanes, device=weight.device)
         if bias is not None:
             padded_bias[: len(weight)] = bias.detach()
         self.out_features, self.in_features = weight.shape
         self.register_buffer("words", words)
         self.register_buffer("padded_bias", padded_bias)
+        self.register_buffer("scales", scales)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs `[..., out]` of activations `[..., in]`; records no gradient."""
@@ -51,13 +62,16 @@ class FastLinear(nn.Module):
             )
         if not x.is_cpu or native.why_unavailable():
             return self._with_torch(x)
-        out = kernel.matmul(x.contiguous(), self.words, self.padded_bias)
+        out = kernel.matmul(x.contiguous(), self.words, self.padded_bias, self.scales)
         return out if out.shape[-1] == self.out_features else out[..., : self.out_features].contiguous()
 
     def _with_torch(self, x: torch.Tensor) -> torch.Tensor:
         _say_once(f"FastLinear uses torch on {x.device.type}: {native.why_unavailable() or 'its kernel is for CPUs'}")
-        weight = kernel.unpack(self.words, self.out_features)
-        return nn.functional.linear(x, weight.float(), self.padded_bias[: self.out_features])
+        if self.scales is None:
+            weight = kernel.unpack(self.words, self.out_features).float()
+        else:
+            weight = (self.words.mT.flatten(0, 1) * self.scales[:, None])[: self.out_features]
+        return nn.functional.linear(x, weight, self.padded_bias[: self.out_features])
 
     def extra_repr(self) -> str:
         """The sizes, as `torch.nn.Linear` prints them."""
@@ -85,21 +99,27 @@ def fits_bf16(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.bfloat16 or torch.equal(weight, weight.to(torch.bfloat16).to(weight.dtype))
 
 
-def replace_linears(model: nn.Module) -> int:
-    """Replace, in place, the linear layers below `model` whose weights bf16 holds exactly; returns how many. Needs fp32 activations."""
+def replace_linears(model: nn.Module, *, int8: bool = False) -> int:
+    """Replace, in place, the linear layers below `model` whose weights bf16 holds exactly; returns how many. Needs fp32 activations.
+
+    int8: replace all, their weights rounded to a byte each.
+    """
     if reason := native.why_unavailable():
         _say_once(f"linear layers stay torch's: {reason}")
         return 0
     left: list[str] = []
-    count = _replace(model, lambda name, layer: _fast(name, layer, left))
+    count = _replace(model, lambda name, layer: _fast(name, layer, left, int8))
     if left:
         log.warning("%d linear layers stay torch's (first: %s): their weights are not bf16 numbers on a CPU", len(left), left[0])
     return count
 
 
-def fp32_compute_from_bf16(model: nn.Module) -> int:
-    """Make `model`, in place, compute in fp32 with its bf16 matrices kept as they are; returns how many linear layers were replaced."""
-    count = replace_linears(model)
+def fp32_compute_from_bf16(model: nn.Module, *, int8: bool = False) -> int:
+    """Make `model`, in place, compute in fp32 with its bf16 matrices kept as they are; returns how many linear layers were replaced.
+
+    int8: matrices of any type, but for embeddings, are rounded to a byte a number instead.
+    """
+    count = replace_linears(model, int8=int8)
     if count:
         _replace(model, _embedding)
     for module in list(model.modules()):
@@ -124,18 +144,18 @@ def _replace(model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None
     return sum(new is not None for new in made.values())
 
 
-def _fast(name: str, layer: nn.Module, left: list[str]) -> FastLinear | None:
+def _fast(name: str, layer: nn.Module, left: list[str], int8: bool) -> FastLinear | None:
     """The fast twin of a linear layer, or None; layers that are left for their weights are named in `left`."""
     transposed = type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
     if type(layer) is not nn.Linear and not transposed:
         return None
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, torch.Tensor)
-    if weight.device.type != "cpu" or not fits_bf16(weight):
+    if weight.device.type != "cpu" or not (int8 or fits_bf16(weight)):
         left.append(name)
         return None
     assert bias is None or isinstance(bias, torch.Tensor)
-    fast = FastLinear(weight.T if transposed else weight, bias)
+    fast = FastLinear(weight.T if transposed else weight, bias, int8=int8)
     return fast.train(layer.training)
 
 

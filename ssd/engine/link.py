@@ -42,6 +42,7 @@ class Boot:
     rows: int
     max_model_len: int
     vocab_size: int
+    int8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
