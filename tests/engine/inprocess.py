@@ -141,9 +141,11 @@ class Watched(Link):
     received, idle = 0, False
 
     def receive(self, deadline=None):
-        self.idle = self._next is None and not self._connection.poll(0)
+        fresh = self._next is None
+        self.idle = fresh and not self._connection.poll(0)
         message = super().receive(deadline)
-        self.received, self.idle = self.received + 1, False
+        # One that was peeked at has been counted.
+        self.received, self.idle = self.received + fresh, False
         return message
 
 
