@@ -14,7 +14,7 @@ from ssd.specs import Spec
 T = TypeVar("T", bound=Spec)
 
 
-class Refused(RuntimeError):
+class RefusedError(RuntimeError):
     """The program said that it cannot."""
 
 
@@ -42,7 +42,7 @@ class Child:
             raise
 
     def decode(self, asked: Decode) -> Decoded:
-        """Decode prompts together; Refused where the program cannot."""
+        """Decode prompts together; RefusedError where the program cannot."""
         return self._ask(asked, Decoded)
 
     def _ask(self, asked: Spec, kind: type[T]) -> T:
@@ -54,7 +54,7 @@ class Child:
         if not answer:
             raise RuntimeError(f"the process of {self.program} is gone (exit code {self.process.wait()})")
         if answer.startswith('{"reason"'):
-            raise Refused(f"{self.program}: {Failed.model_validate_json(answer).reason}")
+            raise RefusedError(f"{self.program}: {Failed.model_validate_json(answer).reason}")
         return kind.model_validate_json(answer)
 
     def close(self) -> None:

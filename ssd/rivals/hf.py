@@ -33,7 +33,7 @@ class Transformers:
         helper = {"assistant_model": self.draft} if asked.way == "transformers assisted" else {}
         torch.manual_seed(asked.seed)
         clock = _Clock()
-        out = self.target.generate(
+        out: torch.Tensor = self.target.generate(  # type: ignore[operator]
             ids, attention_mask=mask, max_new_tokens=asked.output_tokens, streamer=clock, **_law(asked.temperature), **helper
         )
         return Decoded(tokens=out[:, ids.shape[1] :].tolist(), bursts=tuple(clock.bursts))
@@ -42,9 +42,9 @@ class Transformers:
 def _load(place: tuple[str, str | None], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     folder, gguf_file = place
     extra = {} if gguf_file is None else {"gguf_file": gguf_file}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}, **extra).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}, **extra).eval()  # type: ignore[no-untyped-call]
     # No end token, and no penalty that the checkpoint's own generation config asks for: every output has its length and is the model's.
-    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.generation_config = GenerationConfig(pad_token_id=0)  # type: ignore[no-untyped-call]
     return model
 
 
