@@ -91,11 +91,12 @@ def _counts(fan_out: tuple[int, ...]) -> str:
 
 
 def where(configuration: Who) -> str:
-    """Return devices, such as `cpu:0 + cpu:1`, the draft's own after the plus."""
+    """Return devices, such as `cpu:0 + 1`, the draft's own after the plus."""
     placement = configuration.placement
     if configuration.mode == "ar" or placement.draft in ((), placement.target):
         return _short(placement.target)
-    return f"{_short(placement.target)} + {_short(placement.draft)}"
+    kind = placement.target[0].split(":")[0] + ":"
+    return f"{_short(placement.target)} + {_short(placement.draft).removeprefix(kind)}"
 
 
 def _short(ids: Sequence[str]) -> str:
@@ -126,7 +127,7 @@ SHORT: dict[Way, str] = {"transformers": "vs HF", "transformers assisted": "vs H
 
 def table(cell: Cell) -> Table:
     """Return a row a configuration, the plan's marked and first; speed against AR leads, hit rate stands beside acceptance."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = Table(box=box.SIMPLE_HEAD, padding=0)
     shown.add_column("configuration", overflow="fold", min_width=20, max_width=28)
     shown.add_column("devices", overflow="fold")
     columns = [*COLUMNS, *_against(cell), *RATES]
