@@ -160,6 +160,9 @@ def test_bench_runs_over_lists_on_one_engine(common, capsys, monkeypatch):
         budgets = [(one["num_speculative_tokens"], one["budget"]) for one in ran if one["mode"] == "ssd"]
         assert budgets == [(1, 2), (1, 3), (2, 2), (2, 3)]
         assert {one["num_speculative_tokens"] for one in ran if one["mode"] == "sd"} == {1, 2}
+        assert all(
+            row["speedup_vs_ar"] and row["speedup_vs_sd_equal_devices"] for row in cell["rows"] if row["configuration"]["mode"] == "ssd"
+        )
 
 
 def test_bench_takes_a_saved_plan_to_other_batches_without_its_predictions(saved):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from time import monotonic
 from typing import Protocol
@@ -25,31 +25,35 @@ class Decoder(Protocol):
         ...
 
 
-def load(asked: Load) -> Decoder:
-    """Load the models onto the devices, to which this process is kept from here on."""
-    # Before anything is imported that starts threads: they keep to what they are born with.
-    cores = tuple(int(name.removeprefix("cpu:")) for name in asked.devices if name.startswith("cpu:"))
+def keep_to(cores: tuple[int, ...]) -> None:
+    """Keep to these cores, if there are any, from before the first thread is started: threads run where they are born."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
+
+
+def load(asked: Load, threads: int) -> Decoder:
+    """Load the models."""
     if asked.program == "llama.cpp":
         from ssd.rivals.llama_cpp import LlamaCpp
 
-        return LlamaCpp(asked, len(cores))
+        return LlamaCpp(asked, threads)
     from ssd.rivals.hf import Transformers
 
-    return Transformers(asked, len(cores))
+    return Transformers(asked, threads)
 
 
-def serve(lines: Iterator[str]) -> Iterator[Spec]:
-    """Yield an answer for every line."""
-    begin = monotonic()
+def serve(asked: Load, lines: Callable[[], Iterator[str]]) -> Iterator[Spec]:
+    """Load, then yield an answer for every line."""
+    begin, cores = monotonic(), tuple(int(name.removeprefix("cpu:")) for name in asked.devices if name.startswith("cpu:"))
     try:
-        decoder = load(Load.model_validate_json(next(lines)))
+        keep_to(cores)
+        further = lines()
+        decoder = load(asked, len(cores))
     except Exception as error:
         yield Failed(reason=f"{type(error).__name__}: {error}")
         return
     yield Loaded(seconds=monotonic() - begin)
-    for line in lines:
+    for line in further:
         try:
             yield decoder.decode(Decode.model_validate_json(line))
         except Exception as error:
@@ -57,7 +61,7 @@ def serve(lines: Iterator[str]) -> Iterator[Spec]:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of stdin as they come; its end, as when the parent is gone, ends this process whatever it is doing."""
+    """Return the lines of stdin as they come; its end, as when the parent is gone, ends this process whatever it is doing."""
     came: SimpleQueue[str] = SimpleQueue()
 
     def read() -> None:
@@ -66,15 +70,14 @@ def _lines() -> Iterator[str]:
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield came.get()
+    return iter(came.get, "")
 
 
 def main() -> None:
     """Serve; what libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for answer in serve(_lines()):
+    for answer in serve(Load.model_validate_json(sys.stdin.readline()), _lines):
         print(answer.model_dump_json(), file=answers, flush=True)
 
 
