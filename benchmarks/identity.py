@@ -17,10 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ssd
+from ssd.bench.result import NEAR_TIE
 from ssd.prompts import prompts
 from ssd.specs import Configuration, Placement, Plan, SamplingParams
-
-NEAR_TIE = 1e-3
 
 
 def configurations(hardware: ssd.Hardware) -> dict[str, Configuration]:

@@ -26,5 +26,5 @@ with ssd.Engine.from_plan(plan) as engine:
     print(f"\n\n{1 / chunk.output.metrics.time_per_output_token:.1f} tokens/s in mode {plan.mode}\n")
 
 console = Console(highlight=False)
-console.width = max(console.width, 175)
+console.width = max(console.width, 120)
 console.print(report(bench(plan, prompts=prompts("library", 6), output_tokens=workload.output_tokens)))

@@ -42,8 +42,11 @@ MEASURING = (
     *("target", "draft", "hardware", "max_model_len", "dtype", "draft_weights"),
     *("prompt_tokens", "output_tokens", "batch_size", "prompt_set"),
 )
-# What runs decodes one request at a time.
+# What generates decodes one request at a time.
 RUNNING = tuple(name for name in SHARED if name != "batch_size")
+# A benchmark has lists of these of its own.
+AXES = ("prompt_tokens", "batch_size", "num_speculative_tokens", "budget")
+BENCHING = tuple(name for name in SHARED if name not in AXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ssd.asked import MEASURING, PLANNING, RUNNING, Asked, takes
+from ssd.asked import BENCHING, MEASURING, PLANNING, RUNNING, Asked, takes
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ssd.engine.engine import Health
     from ssd.progress import Progress
     from ssd.specs import Plan, RequestOutput
@@ -32,6 +35,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+# The command line, for the record.
+_words: list[str] = []
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 SavePlan = Annotated[Path | None, typer.Option("--save", help="Write the plan as JSON to this file.")]
@@ -85,23 +91,53 @@ def profile(asked: Asked, save: Save = None, as_json: Json = False) -> None:
 
 
 @app.command()
-@takes(*RUNNING)
+@takes(*BENCHING)
 def bench(
     asked: Asked,
     num_prompts: Annotated[int, typer.Option(help="Distinct prompts.")] = 8,
     warmup: Annotated[int, typer.Option(help="Runs of each configuration before those that count.")] = 1,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Measure transformers, or llama.cpp on the same .gguf file, too; may be given several times.")
+    ] = None,
+    batch_size: Annotated[str | None, typer.Option(help="Prompts decoded together; a list such as 1,2,4,8. [default: the plan's]")] = None,
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-tokens",
+            "--context",
+            help="Cut or fill prompts to this length, tokens; a list such as 128,1024. [default: as they are]",
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        str | None,
+        typer.Option("--num-speculative-tokens", "--k", "-K", help="Lookahead K, typed by hand (with --mode); a list such as 2,4,6."),
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Outcomes cached a request, typed by hand; a list such as 4,8.")] = None,
+    temperature: Annotated[str, typer.Option(help="0 is greedy; a list such as 0,1.")] = "0",
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Compare two results that --out wrote, and measure nothing.", show_default=False)
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the result as JSON to this file.")] = None,
     save: SavePlan = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the plan beside AR and SD.
+    """Measure the plan beside AR and SD, and beside what else a user might run.
 
-    The plan, its best rivals and the baselines decode the same prompts in turn.
+    The plan, its best rivals and the baselines decode the same prompts in turn. Lists make a grid, measured in one run.
     """
-    from ssd.options import plan_to_run
+    if compare is not None:
+        beside = (batch_size, prompt_tokens, num_speculative_tokens, budget, save, out, against)
+        _refuse(asked != Asked() or any(beside), "--compare", "measures nothing: leave out what is to be measured, --out and --save")
+        _compare(*compare, as_json)
+        return
+    from ssd.options import Axes, plans_to_run
 
+    axes = Axes.typed(batch_size, prompt_tokens, num_speculative_tokens, budget, temperature)
     with _progress() as tell:
-        found = _saved(plan_to_run(asked, tell), save)
+        plans = plans_to_run(asked, axes, tell)
+    found = plans[0]
+    _refuse(save is not None and len(plans) > 1, "--save", f"there are {len(plans)} plans, one for each point of the grid: leave it out")
+    _saved(found, save)
     from ssd.bench import bench as measure
     from ssd.models import inspect as inspect_models
     from ssd.prompts import prompts
@@ -110,17 +146,38 @@ def bench(
     texts = prompts(kind, num_prompts, inspect_models(found.models).tokenizer)
     tokens = found.workload.output_tokens if asked.output_tokens is None else asked.output_tokens
     with _progress() as tell:
-        result = measure(found, prompts=texts, output_tokens=tokens, warmup=warmup, progress=tell)
+        result = measure(
+            plans,
+            prompts=texts,
+            output_tokens=tokens,
+            warmup=warmup,
+            temperatures=axes.temperatures,
+            fit_prompts=prompt_tokens is not None,
+            against=against or (),  # type: ignore[arg-type]
+            prompt_set=kind,
+            command=shlex.join(["ssd", *_words]),
+            progress=tell,
+        )
     if out is not None:
         _write(out, result.model_dump_json(indent=2))
     if as_json:
         print(result.model_dump_json(indent=2))
         return
-    from rich.console import Console
-
     from ssd.bench.tables import report
 
-    Console(highlight=False, width=None if sys.stdout.isatty() else 190).print(report(result))
+    _show(report(result))
+
+
+def _compare(first: Path, second: Path, as_json: bool) -> None:
+    from ssd.bench.compare import compare, comparison
+    from ssd.bench.result import BenchResult
+    from ssd.options import read
+
+    a, b = (read(BenchResult, "compare", path) for path in (first, second))
+    if as_json:
+        print(json.dumps([row.model_dump(mode="json") for row in compare(a, b)], indent=2))
+        return
+    _show(comparison(a, b))
 
 
 @app.command()
@@ -257,6 +314,13 @@ def metrics_line(output: RequestOutput, plan: Plan, health: Health) -> str:
     return "; ".join(parts)
 
 
+def _show(what: RenderableType) -> None:
+    """Print what rich lays out, to a width that fits a page where there is no terminal."""
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(what)
+
+
 def _refuse(condition: object, option: str, remedy: str) -> None:
     if condition:
         raise ValueError(f"{option}: {remedy}")
@@ -311,6 +375,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print(f"ssd {_version()}")
         return 0
     _quiet()
+    _words[:] = words
     try:
         return int(app(words, prog_name="ssd", standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):

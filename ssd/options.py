@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import math
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -18,21 +20,22 @@ if TYPE_CHECKING:
 
 
 S = TypeVar("S", bound=Spec)
+N = TypeVar("N", int, float)
 
 
 # What a saved plan does not settle: how much to decode, and on which prompts.
 FREE_WITH_PLAN = ("plan", "output_tokens", "prompt_set")
 
 
-def plan_for(asked: Asked, tell: Progress | None = None) -> Plan:
+def plan_for(asked: Asked, tell: Progress | None = None, machine: Hardware | None = None, profile: Profile | None = None) -> Plan:
     """Return the saved plan, the configuration typed by hand, or what the planner says; ValueError where options contradict each other.
 
-    tell hears how a profile of this machine, where one is needed, comes along.
+    tell hears how a profile of this machine, where one is needed, comes along; machine and profile: those that are known already.
     """
     if asked.plan is not None:
         _refuse_beside("plan", asked)
         return read(Plan, "plan", asked.plan)
-    machine, pair, load = hardware_for(asked), models_for(asked), workload_for(asked)
+    machine, pair, load = machine or hardware_for(asked), models_for(asked), workload_for(asked)
     mode: Mode | None = _choice("mode", asked.mode, Mode)
     if any(getattr(asked, name) is not None for name in TYPED):
         return _typed(asked, machine, pair, load)
@@ -40,7 +43,8 @@ def plan_for(asked: Asked, tell: Progress | None = None) -> Plan:
 
     objective: Objective = _choice("objective", asked.objective, Objective) or "latency"
     check(machine, pair, objective, mode)
-    return plan(machine, pair, workload=load, objective=objective, profile=_profile_for(asked, machine, pair, load, tell), mode=mode)
+    known = profile or _profile_for(asked, machine, pair, load, tell)
+    return plan(machine, pair, workload=load, objective=objective, profile=known, mode=mode)
 
 
 def _profile_for(asked: Asked, machine: Hardware, pair: Models, load: Workload, tell: Progress | None) -> Profile | None:
@@ -53,14 +57,96 @@ def _profile_for(asked: Asked, machine: Hardware, pair: Models, load: Workload, 
     return profile(machine, pair, load, progress=tell)
 
 
-def plan_to_run(asked: Asked, tell: Progress | None = None) -> Plan:
-    """Return the plan, refusing one for another machine."""
+def plan_to_run(asked: Asked, tell: Progress | None = None, machine: Hardware | None = None, profile: Profile | None = None) -> Plan:
+    """Return the plan as plan_for does, refusing one for another machine."""
     if asked.plan is None and asked.hardware not in (None, "local") and not str(asked.hardware).endswith(".json"):
         raise ValueError(f"--hardware={asked.hardware!r} is another machine: leave it out to run here, or ask `ssd plan` about it")
-    found = plan_for(asked, tell)
+    found = plan_for(asked, tell, machine, profile)
     if not found.hardware.is_local:
         raise ValueError(f"the plan is for hardware {found.hardware.name!r}, not for this machine: plan again with --hardware local")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The values that a benchmark runs over; no list of a kind leaves it to the plan."""
+
+    batch_sizes: tuple[int, ...] = ()
+    prompt_tokens: tuple[int, ...] = ()
+    num_speculative_tokens: tuple[int, ...] = ()
+    budgets: tuple[int, ...] = ()
+    temperatures: tuple[float, ...] = (0.0,)
+
+    @classmethod
+    def typed(cls, batch_size: str | None, prompt_tokens: str | None, K: str | None, budget: str | None, temperature: str) -> Axes:
+        """Read lists with commas; ValueError names the option."""
+        return cls(
+            _listed("batch_size", batch_size, int),
+            _listed("prompt_tokens", prompt_tokens, int),
+            _listed("num_speculative_tokens", K, int),
+            _listed("budget", budget, int),
+            _listed("temperature", temperature, float),
+        )
+
+    def points(self) -> list[dict[str, int]]:
+        """Return the options of every point but for temperatures, those that were given."""
+        axes = {
+            "batch_size": self.batch_sizes,
+            "prompt_tokens": self.prompt_tokens,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "budget": self.budgets,
+        }
+        given = {name: values for name, values in axes.items() if values}
+        return [dict(zip(given, point, strict=True)) for point in product(*given.values())]
+
+
+def _listed(name: str, text: str | None, kind: type[N]) -> tuple[N, ...]:
+    """Return the numbers of 0 or more, each once, that stand in `text` with commas between."""
+    if text is None:
+        return ()
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or len(set(found)) < len(found) or not all(0 <= value < math.inf for value in found):
+        example = "0,1" if kind is float else "1,2,4"
+        raise ValueError(f"{flag(name)}={text!r}: write numbers of 0 or more with commas, each once, such as {example}")
+    return found
+
+
+def plans_to_run(asked: Asked, axes: Axes, tell: Progress | None = None) -> list[Plan]:
+    """Return a plan for each point of the axes; this machine is measured once, with the largest batch and the longest prompts.
+
+    A saved plan is taken to other batch sizes and prompts as it is, without its predictions.
+    """
+    points = axes.points()
+    if asked.plan is not None:
+        _refuse_typed_beside_plan(axes)
+        saved = plan_to_run(asked, tell)
+        return [_for_load(saved, point) for point in points]
+    machine = hardware_for(asked)
+    heaviest = max(points, key=lambda point: (point.get("batch_size", 1), point.get("prompt_tokens", 0)))
+    first = plan_to_run(_at(asked, heaviest), tell, machine)
+    return [first if point == heaviest else plan_to_run(_at(asked, point), tell, machine, first.profile) for point in points]
+
+
+def _at(asked: Asked, point: Mapping[str, int]) -> Asked:
+    given: dict[str, Any] = dict(point)
+    return replace(asked, **given)
+
+
+def _refuse_typed_beside_plan(axes: Axes) -> None:
+    for name, given in (("num_speculative_tokens", axes.num_speculative_tokens), ("budget", axes.budgets)):
+        if given:
+            raise ValueError(f"--plan settles {flag(name)} already: leave one or the other out")
+
+
+def _for_load(plan: Plan, load: Mapping[str, int]) -> Plan:
+    workload = Workload.model_validate({**plan.workload.model_dump(), **load})
+    if workload == plan.workload:
+        return plan
+    others = tuple(one.model_copy(update={"predicted": None}) for one in plan.alternatives)
+    return plan.model_copy(update={"workload": workload, "predicted": None, "alternatives": others})
 
 
 def hardware_for(asked: Asked) -> Hardware:

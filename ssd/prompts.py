@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
@@ -22,6 +24,22 @@ def prompts(kind: Kind, count: int | None, tokenizer: PreTrainedTokenizerBase | 
     if not 1 <= count <= len(found):
         raise ValueError(f"count={count}: ask for 1 to {len(found)} prompts, as many as prompt_set={kind!r} has" + _hint(kind, len(found)))
     return [_templated(text, tokenizer) for text in found[:count]] if kind == "chat" else found[:count]
+
+
+def of_length(texts: Sequence[str], length: int, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Return token ids of prompts that are all of one length, tokens: the end of each text, with other texts before it where it is shorter.
+
+    ValueError where so few tokens leave two prompts alike, or where all texts together are shorter.
+    """
+    head = tuple(tokenizer("")["input_ids"])
+    bodies = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    room = length - len(head)
+    if room < 1 or room > sum(map(len, bodies)):
+        raise ValueError(f"prompt_tokens={length}: {len(texts)} prompts make prompts of {len(head) + 1} to {sum(map(len, bodies))} tokens")
+    found = [head + tuple(chain(*bodies[place + 1 :], *bodies[: place + 1]))[-room:] for place in range(len(bodies))]
+    if len(set(found)) < len(found):
+        raise ValueError(f"prompt_tokens={length} leaves {len(set(found))} of {len(found)} prompts distinct: raise it")
+    return found
 
 
 def _code() -> list[str]:

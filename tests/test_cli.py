@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from ssd.asked import Asked
 from ssd.cli import run
-from ssd.specs import Plan
+from ssd.options import Axes, plans_to_run
+from ssd.specs import Plan, Profile
 from tests import handmade
 from tests.plans import heed_interrupts
 
@@ -133,15 +136,90 @@ def test_bench_prints_the_answer_then_the_table_with_speed_against_ar_first(save
     out = tmp_path / "bench.json"
     assert run(["bench", "--plan", saved, "--num-prompts", "2", "--output-tokens", "6", "--warmup", "0", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert text.index("vs AR") < text.index("quartiles") < text.index("Serving Benchmark Result")
-    assert re.match(r"Speculation is slower than AR here|The ", text)
-    assert json.loads(out.read_text())["num_prompts"] == 2
+    assert text.index("vs AR") < text.index("tokens/s  ") < text.index("Serving Benchmark Result")
+    assert re.search(r"One prompt at a time, greedy. (Speculation is slower than AR here|The )", text)
+    found = json.loads(out.read_text())["set_up"]
+    assert found["prompts"] == ["a", "hello"]
+    assert found["command"].startswith("ssd bench --plan ")
+    assert run(["bench", "--compare", str(out), str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "1.00x" in text
+    assert "What else differs:\n  nothing" in text
+    assert "--compare: measures nothing" in error(capsys, "bench", "--compare", str(out), str(out), "--batch-size", "2")
+
+
+def test_bench_runs_over_lists_on_one_engine(common, capsys, monkeypatch):
+    monkeypatch.setattr("ssd.prompts.prompts", lambda kind, count, tokenizer: ["abc", "hello"])
+    words = ["--mode", "ssd", "-K", "1,2", "--budget", "2,3", "--batch-size", "1,2", "--prompt-tokens", "4", "--temperature", "0,1"]
+    assert run(["bench", *common, *words, "--output-tokens", "4", "--warmup", "0", "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    points = [(cell["setting"]["batch_size"], cell["setting"]["prompt_tokens"], cell["setting"]["temperature"]) for cell in cells]
+    assert points == [(1, 4, 0), (2, 4, 0), (1, 4, 1), (2, 4, 1)]
+    for cell in cells:
+        ran = [row["configuration"] for row in cell["rows"]]
+        budgets = [(one["num_speculative_tokens"], one["budget"]) for one in ran if one["mode"] == "ssd"]
+        assert budgets == [(1, 2), (1, 3), (2, 2), (2, 3)]
+        assert {one["num_speculative_tokens"] for one in ran if one["mode"] == "sd"} == {1, 2}
+        assert all(
+            row["speedup_vs_ar"] and row["speedup_vs_sd_equal_devices"] for row in cell["rows"] if row["configuration"]["mode"] == "ssd"
+        )
+
+
+def test_bench_takes_a_saved_plan_to_other_batches_without_its_predictions(saved):
+    axes = Axes.typed("1,2", None, None, None, "0")
+    plans = plans_to_run(Asked(plan=Path(saved)), axes)
+    assert [plan.workload.batch_size for plan in plans] == [1, 2]
+    assert plans[1].predicted is None
+
+
+def test_bench_measures_this_machine_once_for_the_heaviest_point(common, saved, monkeypatch):
+    asked = []
+    plan = Plan.load(saved)
+    profile = Profile(
+        hardware="two cores",
+        models=plan.models,
+        prompt_set="code",
+        forwards=(),
+        prefill_seconds_per_token=0.1,
+        draft_acceptance_rate=0.8,
+        acceptance_source="measured",
+        link_seconds=0.0,
+        overhead_seconds=0.0,
+    )
+    monkeypatch.setattr("ssd.profiler.profile", lambda machine, pair, load, **_: asked.append(load.batch_size) or profile)
+
+    def planned(machine, pair, workload, profile, **_):
+        return plan.model_copy(update={"workload": workload, "profile": profile})
+
+    monkeypatch.setattr("ssd.planner.plan", planned)
+    target, draft, machine = common[1], common[3], common[5]
+    plans = plans_to_run(Asked(target=target, draft=draft, hardware=machine), Axes.typed("1,8,2", None, None, None, "0"))
+    assert asked == [8]
+    assert [(one.workload.batch_size, one.profile) for one in plans] == [(1, profile), (8, profile), (2, profile)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "1,x"], "--batch-size='1,x': write numbers of 0 or more with commas, each once, such as 1,2,4"),
+        (["--batch-size", "2,2"], "--batch-size='2,2': write numbers"),
+        (["--batch-size", "0"], "batch_size=0: input should be greater than or equal to 1"),
+        (["--temperature", "0,inf"], "--temperature='0,inf': write numbers of 0 or more with commas, each once, such as 0,1"),
+        (["-K", "2"], "--plan settles --num-speculative-tokens already"),
+        (["--against", "vllm"], "against='vllm' is unknown: use transformers or llama.cpp"),
+        (["--against", "llama.cpp"], "is no .gguf file, and llama.cpp reads nothing else"),
+        (["--batch-size", "1,9"], "prompts has 8 for workload.batch_size=9"),
+        (["--batch-size", "1,2", "--save", "x.json"], "--save: there are 2 plans, one for each point of the grid"),
+    ],
+)
+def test_a_mistaken_option_of_bench_is_named(saved, capsys, options, message):
+    assert message in error(capsys, "bench", "--plan", saved, *options)
 
 
 def test_bench_as_json_prints_json_only(saved, capsys, monkeypatch):
     monkeypatch.setattr("ssd.prompts.prompts", lambda kind, count, tokenizer: ["a"])
     assert run(["bench", "--plan", saved, "--output-tokens", "4", "--warmup", "0", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["output_tokens"] == 4
+    assert json.loads(capsys.readouterr().out)["set_up"]["output_tokens"] == 4
 
 
 def test_plan_prints_the_explanation_and_saves_json(saved, capsys, tmp_path):
@@ -292,7 +370,7 @@ def descendants(parent: int) -> list[int]:
 
 
 def test_profile_writes_what_planning_reads(common, tmp_path, monkeypatch, capsys):
-    from ssd.specs import Models, Profile
+    from ssd.specs import Models
 
     found = Profile(
         hardware="two cores",

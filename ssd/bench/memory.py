@@ -1,0 +1,52 @@
+"""The most memory that processes had in use at once, as the kernel counts it, and what a plan reckons with."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ssd.devices import torch_device
+from ssd.engine import draft as draft_side
+from ssd.engine import target as target_side
+from ssd.engine.engine import Engine, _setup
+from ssd.models import Source, compute_dtype, weight_bytes
+from ssd.specs import Configuration
+
+
+def forget_peak(pid: int) -> None:
+    """Let the peak of a process begin anew from what it has in use now; where the kernel does not, peaks are since its start."""
+    with suppress(OSError):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_bytes(pid: int) -> int | None:
+    """Return the most resident bytes of a process since its start or since they were forgotten; None where there is no /proc."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return None
+
+
+def processes(engine: Engine, configuration: Configuration) -> tuple[int, ...]:
+    """Return the process of the target, and that of the draft where one is at work."""
+    peer = engine.peer if configuration.mode != "ar" else None
+    return (os.getpid(),) if peer is None else (os.getpid(), peer.process.pid)
+
+
+def planned_bytes(engine: Engine, configuration: Configuration) -> tuple[int, int]:
+    """Return what target and draft take by the plan: weights, and key-value slots for all rows that the engine has room for."""
+    pair, rows, place = engine.pair, engine.max_num_seqs, configuration.placement
+    slots = rows * target_side.slots_needed(pair.max_model_len, configuration.num_speculative_tokens)
+    target = _bytes(engine, pair.target, place.target, slots)
+    if configuration.mode == "ar" or pair.draft is None:
+        return target, 0
+    slots = rows * draft_side.slots_needed(pair.max_model_len, _setup(configuration), rows)
+    return target, _bytes(engine, pair.draft, place.draft, slots)
+
+
+def _bytes(engine: Engine, source: Source, ids: tuple[str, ...], slots: int) -> int:
+    device = torch_device(ids)
+    dtype = compute_dtype(engine.plan.models, device)
+    return weight_bytes(source, dtype, device) + slots * source.kv_values_per_token * dtype.itemsize
