@@ -23,6 +23,7 @@ class Device:
     def __init__(self, name: str, scenario: Scenario, marks: list[Mark] | None, rng: Generator, residuals: Sequence[float]) -> None:
         self.name, self.scenario, self.marks, self.rng = name, scenario, marks, rng
         self.sigma, self.residuals = scenario.noise, tuple(residuals)
+        self.noisy = bool(self.sigma or self.residuals)
         self.now, self.limit = 0.0, math.inf
         self.spent: defaultdict[str, float] = defaultdict(float)
         self.names: tuple[str, ...] = ()

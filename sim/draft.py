@@ -26,22 +26,27 @@ class DraftDevice(Device):
         super().__init__(name, scenario, marks, rng, scenario.draft_residuals)
         # What it does after the message that it last heard of: the run may be over before.
         self.ahead: deque[Mark] = deque()
+        self.heard = 0.0
 
     def note(self, mark: Mark) -> None:
         """Note a span, once it is sure to lie within the run."""
-        self.ahead.append(mark)
+        if mark[3] <= self.heard:
+            super().note(mark)
+        else:
+            self.ahead.append(mark)
 
     def settle(self, until: float) -> None:
-        """Note the spans that have ended by then."""
+        """Hear that the run goes on until then."""
+        self.heard = until
         while self.ahead and self.ahead[0][3] <= until:
             super().note(self.ahead.popleft())
 
     def draft(self, missing: Sequence[int], context: int, number: int) -> None:
         """Draft what rows lack, so many tokens each, in one forward a step."""
-        start, alone = self.now, self.scenario.draft_alone or self.scenario.draft_step
+        start, alone, most = self.now, self.scenario.draft_alone or self.scenario.draft_step, max(missing)
         assert alone is not None
-        for step in range(max(missing)):
-            self.now += self.forward_seconds(alone(sum(tokens > step for tokens in missing), context))
+        for step in range(most):
+            self.now += self.forward_seconds(alone(sum([tokens > step for tokens in missing]), context))
         self.log("answer", start, number)
 
     def feed(self, tokens: int, context: int, number: int) -> None:
@@ -58,26 +63,33 @@ class DraftDevice(Device):
         """
         self.settle(until)
         if self.scenario.mode == "ssd":
-            start, done = self.now, 0
+            start = self.now
             # A build does not begin where the message is there already.
-            for step in range(self._steps() if until > start else 0):
-                if until < self.now or not self._forward(until, step, grows):
-                    break
-                done += 1
+            done = self._steps(until, grows) if until > start else 0
             self.tokens = max(0, done - (self.catch_up > 0))
             self.log("build", start, self.round)
-        self.rest(until, self.round)
+        if until > self.now:
+            self.rest(until, self.round)
 
-    def _steps(self) -> int:
-        return (self.catch_up > 0) + (self.scenario.num_speculative_tokens if self.branches else 0)
+    def _steps(self, until: float, grows: bool) -> int:
+        """Run the catch-up step and those of all branches until a message comes; return how many were completed."""
+        step, done, size = self.scenario.draft_step, 0, self.branches
+        assert step is not None
+        if self.catch_up:
+            if not self._forward(until, step(self.catch_up, self.context), False):
+                return 0
+            done = 1
+        each = step(size, self.context) if size else 0.0
+        for _ in range(self.scenario.num_speculative_tokens if size else 0):
+            if until < self.now or not self._forward(until, each, grows):
+                break
+            done += 1
+        return done
 
-    def _forward(self, until: float, step: int, grows: bool) -> bool:
+    def _forward(self, until: float, latency: float, grows: bool) -> bool:
         """Run one forward; return whether it was completed rather than given up for a message."""
-        catches_up = step == 0 and self.catch_up > 0
-        assert self.scenario.draft_step is not None
-        seconds = self.forward_seconds(self.scenario.draft_step(self.catch_up if catches_up else self.branches, self.context))
-        interrupt = self.scenario.interrupt
-        if until >= self.now + seconds or interrupt == "step" or (interrupt == "moot" and grows and not catches_up):
+        seconds, interrupt = self.forward_seconds(latency) if self.noisy else latency, self.scenario.interrupt
+        if until >= self.now + seconds or interrupt == "step" or (interrupt == "moot" and grows):
             self.now += seconds
             return True
         layer = seconds / self.scenario.draft_layers
@@ -101,6 +113,9 @@ class Draft:
         self.inbox, self.outbox = inbox, outbox
         self.fan_outs: FanOuts = {}
         self.firsts: dict[str, int] = {}
+        K, backs_up = scenario.num_speculative_tokens, scenario.backup == "jit"
+        self.on_hit, self.looked_up = Proposal(K, True), Proposal(K, False, True)
+        self.on_miss = Proposal(K) if scenario.mode == "sd" else Proposal(K if backs_up else 0, False, True)
         # When it is back, known once the target has noticed that it was away.
         self.back: float | None = None
         self._await_outage(0.0)
@@ -153,27 +168,29 @@ class Draft:
         ready = self.devices[0].now
         if turn.unknown and drafts:
             self._feed(turn.unknown, turn)
-        for index, device in enumerate(self.devices):
-            its = [place for place, (whose, _) in enumerate(dealt) if whose == index]
+        for device, its in zip(self.devices, self._shares(dealt), strict=True):
             if its:
-                missing = [K - device.tokens if hits[place] else K * drafts for place in its]
                 outcomes = [turn.outcomes[place] for place in its]
-                device.names = tuple(outcome.request for outcome in outcomes)
-                device.draft(missing, sum(outcome.context for outcome in outcomes), turn.round)
+                device.names = tuple([outcome.request for outcome in outcomes])
+                missing = [K - device.tokens if hits[place] else K * drafts for place in its]
+                device.draft(missing, sum([outcome.context for outcome in outcomes]), turn.round)
                 ready = max(ready, device.now)
         if turn.unknown and not drafts:
             self._feed(turn.unknown, turn)
         if turn.piece and self.scenario.one_device:
             self._feed_piece(turn.piece, turn)
             ready = self.devices[0].now
-        return tuple(map(self._proposal, hits)), ready
+        return tuple([self.on_hit if hit else self._on_miss() for hit in hits]), ready
 
-    def _proposal(self, hit: bool) -> Proposal:
-        K, backup = self.scenario.num_speculative_tokens, self.scenario.backup
-        if self.scenario.mode == "sd":
-            return Proposal(K)
-        found = hit or backup == "jit" or (backup == "ngram" and self.lookup.random() < self.scenario.ngram_found)
-        return Proposal(K if found else 0, hit, not hit)
+    def _shares(self, dealt: Sequence[tuple[int, bool]]) -> list[Sequence[int]]:
+        """For each device the places of the outcomes that it is to answer for."""
+        if len(self.devices) == 1:
+            return [range(len(dealt))]
+        return [[place for place, (whose, _) in enumerate(dealt) if whose == index] for index in range(len(self.devices))]
+
+    def _on_miss(self) -> Proposal:
+        looks_up = self.scenario.mode == "ssd" and self.scenario.backup == "ngram"
+        return self.looked_up if looks_up and self.lookup.random() < self.scenario.ngram_found else self.on_miss
 
     # What follows an answer
 

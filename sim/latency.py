@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from theory import check
 
@@ -17,6 +17,8 @@ class Latency:
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
+    # A run asks for few sizes, but often.
+    _known: dict[float, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
@@ -38,6 +40,12 @@ class Latency:
 
     def __call__(self, size: float, context: float = 0.0) -> float:
         """Seconds of a forward of this size, whatever the context."""
+        known = self._known.get(size)
+        if known is None:
+            known = self._known[size] = self._between(size)
+        return known
+
+    def _between(self, size: float) -> float:
         sizes, seconds = self.sizes, self.seconds
         if size < sizes[0]:
             return max(0.0, seconds[0] + (size - sizes[0]) * max(0.0, self._slope(0)))

@@ -31,20 +31,19 @@ class Stream:
 
 @dataclass(slots=True)
 class Row:
-    """A request in the batch: tokens of its prompt that are not fed yet, tokens that it misses, its last outcome, when its tokens left."""
+    """A request in the batch: tokens of its prompt that are not fed yet, tokens that it misses, its last outcome, when its tokens left.
+
+    context: tokens of it that have been fed or decoded.
+    """
 
     request: Request
     place: int
     arrival: float
     unfed: int
     missing: int
+    context: int = 0
     outcome: Verdict | None = None
     token_seconds: list[float] = field(default_factory=list)
-
-    @property
-    def context(self) -> int:
-        """Tokens of it that have been fed or decoded."""
-        return self.request.prompt_tokens - self.unfed + self.request.output_tokens - self.missing
 
     def served(self) -> Served:
         """The record of it."""
@@ -122,13 +121,14 @@ class Target(Device):
         running = [row for row in self.rows if row.outcome is not None]
         feeding = next((row for row in self.rows if row.outcome is None), None) if len(running) < len(self.rows) else None
         piece = self._piece(feeding) if feeding else None
-        start = self.now
+        start, self.names = self.now, tuple([row.request.name for row in running])
         proposals = yield from self._ask(running, piece)
         waited, since = self.now - start, self.now
         drafted = len(proposals) + sum([proposal.drafted for proposal in proposals])
         tokens = drafted + (piece.tokens if piece else 0)
         self._forward(running, piece, drafted)
-        self.names = tuple(row.request.name for row in running) or ((piece.request,) if piece else ())
+        if piece and not running:
+            self.names = (piece.request,)
         self.log("verify" if running else "prefill", since, self.number)
         verified = self.now - since
         if tokens:
@@ -138,6 +138,7 @@ class Target(Device):
             self._settle(row, proposal, verified, waited, start)
         if feeding and piece:
             feeding.unfed -= piece.tokens
+            feeding.context = piece.context
             if piece.last:
                 self._commit(feeding, self._verdict(feeding, NOTHING), 1)
 
@@ -174,7 +175,6 @@ class Target(Device):
             return empty
         message: Message = yield self.inbox.receive()
         self.now = message.arrived
-        self.names = tuple([row.request.name for row in running])
         self.log("wait", start, self.number)
         link = there - start + message.arrived - message.sent
         self.spent["link"] += link
@@ -198,6 +198,7 @@ class Target(Device):
 
     def _commit(self, row: Row, outcome: Verdict, tokens: int) -> None:
         row.missing -= tokens
+        row.context += tokens
         row.outcome = outcome
         row.token_seconds.append(self.now)
         if not row.missing:
