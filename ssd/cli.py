@@ -217,6 +217,33 @@ def simulate(
 
 
 @app.command()
+@takes("target", "draft", "max_model_len", "dtype", "prompt_tokens", "output_tokens", "prompt_set")
+def validate(
+    asked: Asked,
+    repeats: Annotated[int, typer.Option(help="Times that each configuration is run.")] = 4,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Hold the simulator against the engine.
+
+    Profiles once, then predicts and measures fourteen configurations that the profile did not see.
+    """
+    from ssd.options import hardware_for, models_for, workload_for
+
+    hardware, models, load = hardware_for(asked), models_for(asked), workload_for(asked)
+    from ssd.validation import cases
+    from ssd.validation import validate as compare
+
+    chosen = cases(hardware) if asked.prompt_tokens is None else cases(hardware, asked.prompt_tokens)
+    tokens = {} if asked.output_tokens is None else {"output_tokens": asked.output_tokens}
+    with _progress() as tell:
+        found = compare(hardware, models, chosen=chosen, prompt_set=load.prompt_set, repeats=repeats, progress=tell, **tokens)
+    if out is not None:
+        _write(out, found.model_dump_json(indent=2))
+    print(found.model_dump_json(indent=2) if as_json else found.table())
+
+
+@app.command()
 def distill(
     target: Annotated[str, typer.Option(help="Model to propose for: hub id, folder or .gguf file.")],
     out: Annotated[Path, typer.Option(help="Folder for the draft, its report and what training needs to go on after a break.")],
