@@ -165,7 +165,7 @@ class Target(Device):
         empty = [NOTHING] * len(running)
         if not self.streams or (self.back is not None and self.now < self.back):
             return empty
-        unknown = () if self.back is None else tuple(row.context for row in self.rows if row.outcome is not None or row.context)
+        unknown = () if self.back is None else self._unknown()
         self.back = None
         outcomes = tuple([row.outcome for row in running if row.outcome])
         size = OUTCOME_BYTES * len(outcomes) + TOKEN_BYTES * (sum(unknown) + (piece.tokens if piece else 0))
@@ -184,6 +184,11 @@ class Target(Device):
             return empty
         proposals: Sequence[Proposal] = message.content
         return proposals
+
+    def _unknown(self) -> tuple[int, ...]:
+        """What a draft that is back has to be fed of each row."""
+        contexts = [row.context for row in self.rows if row.outcome is not None or row.context]
+        return tuple(context if self.scenario.prompt_chunk else 0 for context in contexts)
 
     def _settle(self, row: Row, proposal: Proposal, verified: float, waited: float, start: float) -> None:
         outcome = self._verdict(row, proposal)

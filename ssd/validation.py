@@ -148,9 +148,9 @@ def validate(
 ) -> Validation:
     """Profile once, then predict each case and measure it `repeats` times, the cases in turn on one engine.
 
-    chosen: default `cases(hardware)`. prompts: texts to use instead of the prompt set's. The profile is of one request, and where a case has
-    several another one of the largest batch; of greedy text, so acceptance at a temperature is predicted to be what it is at 0. ValueError
-    for what cannot be run, RuntimeError if the draft is lost meanwhile.
+    chosen: default `cases(hardware)`. prompts: texts to use instead of the prompt set's. The profile is of one request, and where a
+    case has several another one of the largest batch; of greedy text, so acceptance at a temperature is predicted to be what it is at 0.
+    ValueError for what cannot be run, RuntimeError if the draft is lost meanwhile.
     """
     chosen = tuple(cases(hardware) if chosen is None else chosen)
     tell = progress or (lambda *_: None)
