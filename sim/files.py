@@ -73,9 +73,9 @@ def scenario_of(document: Mapping[str, Any], folder: Path = Path()) -> Scenario:
         if key not in known:
             raise ValueError(unknown("a scenario", key, known))
     for name, field in known.items():
-        if field.default is MISSING and name not in document:
+        if field.default is MISSING and document.get(name) is None:
             raise ValueError(f"{name} is missing: a scenario needs it")
-    given = {key: _value(key, value, known[key].type, folder) for key, value in document.items()}
+    given = {key: _value(key, value, known[key].type, folder) for key, value in document.items() if value is not None}
     for name in ("fan_out_hit", "fan_out_miss"):
         if isinstance(given.get(name), int):
             given[name] = (given[name],) * (given.get("num_speculative_tokens", 0) + 1)
@@ -83,8 +83,6 @@ def scenario_of(document: Mapping[str, Any], folder: Path = Path()) -> Scenario:
 
 
 def _value(key: str, value: Any, kind: Any, folder: Path) -> Any:
-    if value is None:
-        return None
     if key in TABLES:
         return _table(key, value)
     if key in KINDS:
