@@ -235,9 +235,9 @@ def validate(
     from ssd.validation import validate as compare
 
     chosen = cases(hardware) if asked.prompt_tokens is None else cases(hardware, asked.prompt_tokens)
-    tokens = {} if asked.output_tokens is None else {"output_tokens": asked.output_tokens}
+    tokens = 64 if asked.output_tokens is None else asked.output_tokens
     with _progress() as tell:
-        found = compare(hardware, models, chosen=chosen, prompt_set=load.prompt_set, repeats=repeats, progress=tell, **tokens)
+        found = compare(hardware, models, chosen=chosen, prompt_set=load.prompt_set, output_tokens=tokens, repeats=repeats, progress=tell)
     if out is not None:
         _write(out, found.model_dump_json(indent=2))
     print(found.model_dump_json(indent=2) if as_json else found.table())
