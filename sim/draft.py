@@ -24,7 +24,7 @@ class DraftDevice(Device):
 
     def __init__(self, name: str, scenario: Scenario, marks: list[Mark] | None, rng: Random) -> None:
         super().__init__(name, scenario, marks, rng, scenario.draft_residuals)
-        # What it does after the message that it last heard of: the run may be over before.
+        # What it did after the message that it last heard of was sent: the run may be over before.
         self.ahead: deque[Mark] = deque()
         self.heard = 0.0
 
@@ -61,7 +61,6 @@ class DraftDevice(Device):
 
         grows: whether the message says that a branch of this device is the true one.
         """
-        self.settle(until)
         if self.scenario.mode == "ssd":
             start = self.now
             # A build does not begin where the message is there already.
@@ -129,6 +128,8 @@ class Draft:
         self._end(message.sent)
 
     def _hear(self, turn: Turn, message: Message) -> None:
+        for device in self.devices:
+            device.settle(message.sent)
         if self.back is not None:
             self._return(self.back)
         dealt = [self._dealt(place, outcome) for place, outcome in enumerate(turn.outcomes)]
@@ -210,7 +211,7 @@ class Draft:
         """Deal the branches out to the devices."""
         context = sum(outcome.context for outcome in turn.outcomes) + (turn.piece.context if turn.piece else 0)
         self.fan_outs = self._fan_outs(turn, proposals, context)
-        dealt, count = 0, len(self.devices)
+        dealt, count, self.firsts = 0, len(self.devices), {}
         for request, fan_out in self.fan_outs.items():
             self.firsts[request] = dealt
             dealt += sum(fan_out)
@@ -273,8 +274,8 @@ class Draft:
             if died:
                 device.limit = math.inf
                 device.rest(min(self.back or end, end), device.round, "lost")
-            device.build(end, False)
             device.settle(end)
+            device.build(end, False)
             for name, activity, start, _, number, names in device.ahead:
                 if start < end:
                     Device.note(device, (name, activity, start, end, number, names))

@@ -84,7 +84,12 @@ def save(rows: Rows, path: str | Path) -> None:
         from pyarrow.parquet import write_table
     except ImportError as error:
         raise ValueError(f"path={str(path)!r}: Parquet needs pyarrow; pip install 'ssd-decoding[tables]', or write .csv") from error
-    write_table(Table.from_pydict({name: [row.get(name) for row in rows] for name in names}), path)
+    write_table(Table.from_pydict({name: _column([row.get(name) for row in rows]) for name in names}), path)
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """Values of one type: words where any is one."""
+    return [value if value is None else str(value) for value in values] if any(isinstance(value, str) for value in values) else values
 
 
 def _cell(value: Any) -> Any:

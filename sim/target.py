@@ -176,7 +176,8 @@ class Target(Device):
         message: Message = yield self.inbox.receive()
         self.now = message.arrived
         self.log("wait", start, self.number)
-        link = there - start + message.arrived - message.sent
+        # A draft may turn out to be lost while the turn is on its way.
+        link = min(there, message.arrived) - start + message.arrived - message.sent
         self.spent["link"] += link
         self.spent["draft"] += message.arrived - start - link
         if isinstance(message.content, Lost):

@@ -20,6 +20,7 @@ outcomes: {iid: {alpha: 0.8, curve: [0, 0.5]}}
 num_speculative_tokens: 2
 output_tokens: 30
 num_requests: 3
+noise: 0.1
 """
 
 
