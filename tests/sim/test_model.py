@@ -99,6 +99,15 @@ def test_branches_are_dealt_out_and_each_device_grows_its_share():
     assert spans(result, "draft-2", "build")[1] == (20, 20 + 1 + 2 * 1.2)
 
 
+@pytest.mark.parametrize(("accepted", "whose"), [(0, "draft"), (1, "draft-2"), (2, "draft")])
+def test_the_device_that_grew_the_true_branch_answers(accepted, whose):
+    # A branch a position, dealt to the devices in turn; verified in 20 s, when each branch lacks its second token.
+    slow = {"draft_step": Latency.constant(8.0), "verify": Latency.constant(20.0), "interrupt": "layer", "draft_layers": 1000}
+    result = simulate(dataclasses.replace(ONE, draft_devices=2, outcomes=Replay(((accepted, 1),), K), output_tokens=7, **slow))
+    assert {s.device for s in result.timeline.spans if s.activity == "answer"} == {whose}
+    assert {r.hit for r in result.rounds} == {True}
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_devices_share_a_build_as_theory_says(devices):
     F, length = 3, 4
