@@ -126,12 +126,22 @@ def cases(hardware: Hardware, prompt_tokens: int = 64) -> tuple[Case, ...]:
         return Configuration(mode="sd", num_speculative_tokens=K, placement=shared)
 
     ar = Configuration(mode="ar", placement=alone)
-    loads: tuple[tuple[Configuration, dict[str, object]], ...] = (
-        *((ar, {}), (ar, {"batch_size": 4}), (sd(2), {}), (sd(5), {}), (sd(3), {"batch_size": 3})),
-        *((ssd(2, 1), {}), (ssd(3, 2), {}), (ssd(5, 2), {}), (ssd(3, 3, 3), {}), (ssd(3, 2, backup="none"), {})),
-        *((ssd(3, 2), {"batch_size": 2}), (ssd(3, 2), {"batch_size": 4}), (ssd(3, 2), {"prompt_tokens": 3 * prompt_tokens})),
+    loads: list[tuple[Configuration, dict[str, float]]] = [
+        (ar, {}),
+        (ar, {"batch_size": 4}),
+        (sd(2), {}),
+        (sd(5), {}),
+        (sd(3), {"batch_size": 3}),
+        (ssd(2, 1), {}),
+        (ssd(3, 2), {}),
+        (ssd(5, 2), {}),
+        (ssd(3, 3, 3), {}),
+        (ssd(3, 2, backup="none"), {}),
+        (ssd(3, 2), {"batch_size": 2}),
+        (ssd(3, 2), {"batch_size": 4}),
+        (ssd(3, 2), {"prompt_tokens": 3 * prompt_tokens}),
         (ssd(3, 2), {"temperature": 1.0}),
-    )
+    ]
     return tuple(Case.model_validate({"configuration": c, "prompt_tokens": prompt_tokens, **load}) for c, load in loads)
 
 
