@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.random import Generator as Random
@@ -47,7 +48,7 @@ class Served:
     @property
     def itl(self) -> tuple[float, ...]:
         """Inter-token latencies as a stream shows them: from one round's tokens to the next round's, however many come at once."""
-        return tuple(float(gap) for gap in np.diff(self.token_seconds))
+        return tuple([after - before for before, after in pairwise(self.token_seconds)])
 
 
 LATENCIES: dict[str, Callable[[Served], tuple[float | None, ...]]] = {
@@ -60,6 +61,8 @@ LATENCIES: dict[str, Callable[[Served], tuple[float | None, ...]]] = {
 
 def requests(scenario: Scenario, rng: Random) -> list[Request]:
     """The requests of a scenario, in the order of their arrival."""
+    if scenario.trace:
+        return [Request(f"request-{i}", prompt, output, arrival) for i, (arrival, prompt, output) in enumerate(scenario.trace)]
     count = scenario.num_requests
     prompts, outputs = _lengths(scenario, rng)
     arrivals: list[float] | list[None] = [None] * count

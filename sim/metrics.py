@@ -1,8 +1,12 @@
 """What a run amounts to: one record a round, summed up under the names that the field uses. Engine and simulator share it."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
+
+# What a round counts as: draft tokens, those of them that were kept, and hit and backup as Round has them.
+Kind = tuple[int, int, bool | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +96,51 @@ class Metrics:
         num_output_tokens: all tokens given out, the first of each request included; total_seconds: wall clock; time_to_first_token:
         seconds, the mean over requests, None if unknown; num_requests: requests that ran one after another, for time_per_output_token.
         """
-        drafts = [r for r in rounds if r.drafted > 0]
-        hits, misses = ([r for r in rounds if r.hit is kind] for kind in (True, False))
-        drafted, accepted = sum(r.drafted for r in drafts), sum(r.kept for r in drafts)
+        return cls.from_kinds(
+            Counter((r.drafted, r.kept, r.hit, r.backup) for r in rounds),
+            verify_seconds=sum(r.verify_seconds for r in rounds),
+            wait_seconds=sum(r.wait_seconds for r in rounds),
+            num_output_tokens=num_output_tokens,
+            total_seconds=total_seconds,
+            time_to_first_token=time_to_first_token,
+            num_requests=num_requests,
+        )
+
+    @classmethod
+    def from_kinds(
+        cls,
+        kinds: Mapping[Kind, int],
+        *,
+        verify_seconds: float,
+        wait_seconds: float,
+        num_output_tokens: int,
+        total_seconds: float,
+        time_to_first_token: float | None,
+        num_requests: int = 1,
+    ) -> "Metrics":
+        """Sum up rounds of which only the number of each kind is known; the seconds of them all, and the rest as in from_rounds."""
+        drafts = {kind: count for kind, count in kinds.items() if kind[0] > 0}
+        hits, misses = ({kind: count for kind, count in kinds.items() if kind[2] is which} for which in (True, False))
+        num_drafts, num_hits, num_misses = (sum(some.values()) for some in (drafts, hits, misses))
+        drafted = sum(kind[0] * count for kind, count in drafts.items())
+        accepted = sum(kind[1] * count for kind, count in drafts.items())
         after_first = total_seconds - num_requests * (time_to_first_token or 0.0)
         return cls(
-            num_rounds=len(rounds),
-            num_drafts=len(drafts),
+            num_rounds=sum(kinds.values()),
+            num_drafts=num_drafts,
             num_draft_tokens=drafted,
             num_accepted_tokens=accepted,
             draft_acceptance_rate=_ratio(accepted, drafted),
             mean_acceptance_length=_mean_length(drafts),
             acceptance_histogram=_histogram(drafts),
-            num_cache_hits=len(hits),
-            num_cache_misses=len(misses),
-            cache_hit_rate=_ratio(len(hits), len(hits) + len(misses)),
+            num_cache_hits=num_hits,
+            num_cache_misses=num_misses,
+            cache_hit_rate=_ratio(num_hits, num_hits + num_misses),
             mean_acceptance_length_on_hit=_mean_length(hits),
             mean_acceptance_length_on_miss=_mean_length(misses),
-            num_backups=sum(r.backup for r in rounds),
-            verify_seconds=sum(r.verify_seconds for r in rounds),
-            wait_seconds=sum(r.wait_seconds for r in rounds),
+            num_backups=sum(count for kind, count in kinds.items() if kind[3]),
+            verify_seconds=verify_seconds,
+            wait_seconds=wait_seconds,
             num_output_tokens=num_output_tokens,
             total_seconds=total_seconds,
             time_to_first_token=time_to_first_token,
@@ -171,11 +200,12 @@ def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator > 0 else None
 
 
-def _mean_length(rounds: Sequence[Round]) -> float | None:
-    return _ratio(sum(1 + r.kept for r in rounds), len(rounds))
+def _mean_length(kinds: Mapping[Kind, int]) -> float | None:
+    return _ratio(sum((1 + kept) * count for (_, kept, _, _), count in kinds.items()), sum(kinds.values()))
 
 
-def _histogram(drafts: Sequence[Round]) -> tuple[int, ...]:
-    longest = max((r.drafted for r in drafts), default=-1)
-    kept = [r.kept for r in drafts]
-    return tuple(kept.count(k) for k in range(longest + 1))
+def _histogram(drafts: Mapping[Kind, int]) -> tuple[int, ...]:
+    counts = [0] * (1 + max((drafted for drafted, *_ in drafts), default=-1))
+    for (_, kept, _, _), count in drafts.items():
+        counts[kept] += count
+    return tuple(counts)

@@ -4,7 +4,8 @@ The rank is 1-based among the candidates of position k, best first: without the 
 all tokens where everything was accepted. An outcome is in the cache if its rank is at most F_k.
 """
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,13 +48,15 @@ class Positional:
 
     def start(self, rng: np.random.Generator) -> Draw:
         """A stream of independent rounds; ValueError when asked for more drafted tokens than there are alphas."""
-        curves = [np.asarray(curve) for curve in self.curves]
+        random = rng.random
 
         def draw(drafted: int, hit: bool) -> Outcome:
             if drafted > len(self.alphas):
                 raise ValueError(f"drafted={drafted} tokens but only {len(self.alphas)} alphas: give one for every position")
-            accepted = next((k for k in range(drafted) if rng.random() >= self.alphas[k]), drafted)
-            return accepted, _rank(curves[accepted if accepted < drafted else -1], rng)
+            accepted = 0
+            while accepted < drafted and random() < self.alphas[accepted]:
+                accepted += 1
+            return accepted, _rank(self.curves[accepted if accepted < drafted else -1], random())
 
         return draw
 
@@ -78,12 +81,14 @@ class IID:
 
     def start(self, rng: np.random.Generator) -> Draw:
         """A stream of independent rounds."""
-        rejected = np.asarray(self.curve)
-        end = rejected if self.curve_at_end is None else np.asarray(self.curve_at_end)
+        random, alpha, rejected = rng.random, self.alpha, self.curve
+        end = rejected if self.curve_at_end is None else self.curve_at_end
 
         def draw(drafted: int, hit: bool) -> Outcome:
-            accepted = next((k for k in range(drafted) if rng.random() >= self.alpha), drafted)
-            return accepted, _rank(rejected if accepted < drafted else end, rng)
+            accepted = 0
+            while accepted < drafted and random() < alpha:
+                accepted += 1
+            return accepted, _rank(rejected if accepted < drafted else end, random())
 
         return draw
 
@@ -187,9 +192,9 @@ class Replay:
         return draw
 
 
-def _rank(curve: check.FloatArray, rng: np.random.Generator) -> int:
-    rank = int(np.searchsorted(curve, rng.random(), side="right"))
-    return rank if rank < curve.size else NEVER
+def _rank(curve: Sequence[float], chance: float) -> int:
+    rank = bisect_right(curve, chance)
+    return rank if rank < len(curve) else NEVER
 
 
 def _shortened(outcome: Outcome, lookahead: int, drafted: int) -> Outcome:

@@ -1,32 +1,69 @@
-"""Play a scenario: two processes, target and draft, and two links between them."""
+"""Play a scenario: a process for the target and one for the draft, with two links between them."""
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import simpy
 from numpy.random import SeedSequence, default_rng
 
-from sim.draft import Draft
+from sim.device import Device, Mark
+from sim.draft import Draft, DraftDevice
 from sim.link import Link
 from sim.load import LATENCIES, Served, requests
-from sim.metrics import Metrics, Round
+from sim.metrics import Metrics, Round, drafter
+from sim.outages import outages
 from sim.scenario import Scenario
-from sim.target import Stream, Target
-from sim.timeline import Timeline
+from sim.target import Play, Stream, Target
+from sim.timeline import RESTING, Span, Timeline
+
+# Where the time of the target goes, in the order of a round.
+SHARES = ("draft", "link", "verify", "prompt", "overhead", "idle")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Result:
-    """What a simulated run amounts to: sums, spans of both devices (seconds from the start), the rounds and requests in order.
+    """What a simulated run amounts to: sums, spans of all devices (seconds from the start), the rounds and requests in order.
 
     Seconds of a round are those of its whole batch, in each row's record; total_seconds and output_tokens_per_second of the metrics are by
-    wall clock, the times to and between tokens means over requests.
+    wall clock, the times to and between tokens means over requests. spent: of each device the seconds of every activity (sim.timeline.Span,
+    and the target's "overhead"), which add up to total_seconds. shares: of the target's time, waits for the draft and for the link,
+    verification, what prompts add to it, its own overhead, and rest; they add up to 1. rounds and timeline are there where they were kept.
     """
 
     metrics: Metrics
-    timeline: Timeline
-    rounds: tuple[Round, ...]
-    requests: tuple[Served, ...] = ()
+    requests: tuple[Served, ...]
+    spent: Mapping[str, Mapping[str, float]]
+    shares: Mapping[str, float]
+    kept: tuple[list[Mark], list[Play], str] | None = None
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """Every row's rounds, in order."""
+        _, plays, backup = self._kept()
+        return tuple(
+            Round(
+                request=request,
+                drafted=proposal.drafted,
+                accepted=accepted,
+                committed=committed,
+                hit=proposal.hit,
+                backup=proposal.backup,
+                verify_seconds=verified,
+                wait_seconds=waited,
+                start=start,
+                drafter=drafter(proposal.drafted, proposal.hit, proposal.backup, backup),
+            )
+            for request, proposal, accepted, committed, verified, waited, start in plays
+        )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What all devices did, and the rounds."""
+        marks, _, _ = self._kept()
+        return Timeline((Span(*mark[:5], request=", ".join(mark[5])) for mark in marks), self.rounds)
 
     def percentile(self, latency: str, percent: float) -> float | None:
         """Seconds that so many percent of "ttft", "tpot", "itl" or "e2e" (sim.load.Served) do not exceed; None where there are none."""
@@ -38,33 +75,47 @@ class Result:
         return float(np.percentile(values, percent)) if values else None
 
     def busy_share(self, device: str) -> float:
-        """Share of the wall clock, 0..1, in which a device worked."""
-        end = self.metrics.total_seconds
-        # The draft may still be working when the last request leaves.
-        within = Timeline(replace(span, end=min(span.end, end)) for span in self.timeline.spans if span.start < end)
-        return within.busy(device) / end if end else 0.0
+        """Share of the wall clock, 0..1, in which a device worked; the target's own overhead is no work of the device."""
+        busy = math.fsum(seconds for activity, seconds in self.spent.get(device, {}).items() if activity not in (*RESTING, "overhead"))
+        return busy / self.metrics.total_seconds if self.metrics.total_seconds else 0.0
+
+    def _kept(self) -> tuple[list[Mark], list[Play], str]:
+        if self.kept is None:
+            raise ValueError("record=False kept neither rounds nor a timeline: simulate with record=True")
+        return self.kept
 
 
-def simulate(scenario: Scenario, seed: int = 0) -> Result:
+def simulate(scenario: Scenario, seed: int = 0, *, record: bool = True) -> Result:
     """Play all requests of a scenario; the same scenario and seed give the same result.
 
-    Outcomes (of each row of the batch), noise of target and draft, load and prompt lookup are separate streams of random numbers, so two
-    scenarios that differ in their latencies only meet the same outcomes, at batch size 1 in the same order. ValueError if the outcome model
-    cannot answer for K drafted tokens.
+    record: whether rounds and spans are kept; without them long runs take less time and little memory, and all else is the same.
+    Outcomes (of each row of the batch), noise of target and draft, load, prompt lookup and outages are separate streams of random numbers,
+    so two scenarios that differ in their latencies only meet the same outcomes, at batch size 1 in the same order. ValueError if the
+    outcome model cannot answer for K drafted tokens.
     """
-    env, timeline = simpy.Environment(), Timeline()
-    of_outcomes, of_target, of_draft, of_load, of_lookup = SeedSequence(seed).spawn(5)
-    to_draft, to_target = Link(env, scenario.link_seconds), Link(env, scenario.link_seconds)
+    env = simpy.Environment()
+    marks: list[Mark] | None = [] if record else None
+    of_outcomes, of_target, of_draft, of_load, of_lookup, of_outages = SeedSequence(seed).spawn(6)
+    to_draft, to_target = (Link(env, scenario.link_seconds, scenario.link_bandwidth) for _ in range(2))
     streams = _streams(scenario, of_outcomes)
-    if streams and scenario.draft_step:
-        rngs = default_rng(of_draft), default_rng(of_lookup)
-        env.process(Draft(env, scenario, timeline, *rngs, to_draft, to_target, scenario.draft_step).run())
+    drafts = _draft_devices(scenario, marks, of_draft) if streams else []
+    if drafts:
+        away = outages(scenario, default_rng(of_outages))
+        env.process(Draft(scenario, drafts, default_rng(of_lookup), away, to_draft, to_target).run())
     asked = requests(scenario, default_rng(of_load))
-    target = Target(env, scenario, timeline, default_rng(of_target), to_target, to_draft, asked, streams)
+    target = Target(scenario, marks, default_rng(of_target), to_target, to_draft, asked, streams)
     env.process(target.run())
     env.run()
-    timeline.rounds += target.rounds
-    return Result(_metrics(target), timeline, tuple(target.rounds), tuple(target.served))
+    metrics = _metrics(target)
+    kept = None if marks is None or target.plays is None else (marks, target.plays, scenario.backup)
+    return Result(metrics, tuple(target.served), _spent([target, *drafts]), _shares(target, metrics.total_seconds), kept)
+
+
+def _draft_devices(scenario: Scenario, marks: list[Mark] | None, seeds: SeedSequence) -> list[DraftDevice]:
+    """The first has the random numbers that it would have alone."""
+    names = ["draft", *(f"draft-{index}" for index in range(2, scenario.draft_devices + 1))]
+    rngs = [default_rng(seed) for seed in (seeds, *seeds.spawn(scenario.draft_devices - 1))]
+    return [DraftDevice(name, scenario, marks, rng) for name, rng in zip(names, rngs, strict=True)]
 
 
 def _streams(scenario: Scenario, seeds: SeedSequence) -> list[Stream]:
@@ -79,10 +130,22 @@ def _streams(scenario: Scenario, seeds: SeedSequence) -> list[Stream]:
 def _metrics(target: Target) -> Metrics:
     served = target.served
     # Requests overlap in time: seconds between their tokens are summed over them, the tokens a second are by wall clock.
-    return Metrics.from_rounds(
-        target.rounds,
+    return Metrics.from_kinds(
+        target.kinds,
+        verify_seconds=target.verify_seconds,
+        wait_seconds=target.wait_seconds,
         num_output_tokens=sum(one.output_tokens for one in served),
         total_seconds=sum(one.e2e for one in served),
         time_to_first_token=float(np.mean([one.ttft for one in served])),
         num_requests=len(served),
     ).over(max(one.token_seconds[-1] for one in served))
+
+
+def _spent(devices: list[Device]) -> dict[str, dict[str, float]]:
+    return {device.name: {what: s for what, s in device.spent.items() if what not in ("draft", "link", "prompt")} for device in devices}
+
+
+def _shares(target: Target, total: float) -> dict[str, float]:
+    spent = target.spent
+    seconds = {**spent, "verify": spent["verify"] + spent["prefill"] - spent["prompt"]}
+    return {what: seconds.get(what, 0.0) / total if total else 0.0 for what in SHARES}

@@ -9,7 +9,7 @@ from sim.metrics import Round
 
 DEVICES = ("target", "draft")
 # A target that waits and a draft that has nothing to build do no work.
-RESTING = ("wait", "idle")
+RESTING = ("wait", "idle", "lost")
 
 Interval = tuple[float, float]
 
@@ -31,7 +31,7 @@ class Span:
     request: str
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
+        if self.device not in DEVICES and not self.device.startswith("draft-"):
             raise ValueError(f"device={self.device!r} is unknown: use one of {DEVICES}")
         if not self.start <= self.end:
             raise ValueError(f"end={self.end!r} lies before start={self.start!r}: take both from one clock")

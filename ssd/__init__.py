@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sim.metrics import Metrics
+    from sim.scenario import Scenario
+    from sim.simulate import simulate
     from sim.timeline import Timeline
     from ssd.engine.engine import Engine
     from ssd.planner import plan
@@ -26,13 +28,17 @@ if TYPE_CHECKING:
         SamplingParams,
         Workload,
     )
+    from ssd.validation import validate
 
 _HOME = {
     "Engine": "ssd.engine.engine",
     "Metrics": "sim.metrics",
     "Timeline": "sim.timeline",
+    "Scenario": "sim.scenario",
     "plan": "ssd.planner",
     "profile": "ssd.profiler",
+    "simulate": "sim.simulate",
+    "validate": "ssd.validation",
     **dict.fromkeys(
         ("Configuration", "Hardware", "Models", "Placement", "Plan", "Profile", "RequestOutput", "SamplingParams", "Workload"), "ssd.specs"
     ),
@@ -49,10 +55,13 @@ __all__ = [
     "Profile",
     "RequestOutput",
     "SamplingParams",
+    "Scenario",
     "Timeline",
     "Workload",
     "plan",
     "profile",
+    "simulate",
+    "validate",
 ]
 
 

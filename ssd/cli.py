@@ -1,4 +1,4 @@
-"""The command line: plan, profile, bench, generate, and the trainings distill and train-pair. Answers go to stdout, all else to stderr.
+"""The command line: plan, profile, bench, generate, simulate, validate and the trainings. Answers go to stdout, all else to stderr.
 
 torch, transformers and the engine are imported inside commands, so that help comes at once.
 """
@@ -226,6 +226,78 @@ def generate(
         return
     print(flush=True)
     print(metrics_line(output, found, health), file=sys.stderr)
+
+
+@app.command()
+def simulate(
+    scenario: Annotated[Path, typer.Argument(help="The scenario, a .yaml or .json file such as examples/scenario.yaml.")],
+    seed: Annotated[int, typer.Option(help="Of the first run; further ones have the seeds after it.")] = 0,
+    replications: Annotated[int, typer.Option(help="Runs with different chance, for means with 95 % intervals.")] = 1,
+    sweep: Annotated[list[str] | None, typer.Option(help="KEY=V1,V2,...: every combination is played; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the table of a sweep goes, .csv or .parquet.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write what all devices did as a trace for Chrome or ui.perfetto.dev.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw what all devices did, as .svg or .png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Play a scenario in simulated time.
+
+    What a deployment would do, from latencies, acceptance, a configuration and a load.
+    """
+    from dataclasses import asdict
+
+    from ssd import simulation
+
+    _refuse(replications < 1, f"--replications={replications}", "give 1 or more")
+    _refuse(sweep and (timeline or plot), "--sweep", "has no one timeline to write or draw: leave --timeline and --plot out")
+    _refuse(bool(sweep) != (out is not None), "--sweep and --out", "belong together: give both, or neither")
+    if sweep and out is not None:
+        with _progress() as tell:
+            rows = simulation.swept(scenario, sweep, seed, replications, tell)
+        simulation.write(rows, out)
+        print(json.dumps(rows) if as_json else f"{len(rows)} rows written to {out}.")
+        return
+    if replications > 1:
+        with _progress() as tell:
+            found = simulation.numbers(scenario, seed, replications, tell)
+    if replications == 1 or timeline is not None or plot is not None:
+        result = simulation.play(scenario, seed)
+        if replications == 1:
+            found = simulation.of_one(result)
+        if timeline is not None:
+            _write(timeline, json.dumps(result.timeline.to_chrome()))
+        if plot is not None:
+            from sim.picture import draw
+
+            draw(result.timeline, plot)
+    told = {name: interval and asdict(interval) for name, interval in found.items()}
+    print(json.dumps(told, indent=2) if as_json else simulation.told(found))
+
+
+@app.command()
+@takes("target", "draft", "max_model_len", "dtype", "prompt_tokens", "output_tokens", "prompt_set")
+def validate(
+    asked: Asked,
+    repeats: Annotated[int, typer.Option(help="Times that each configuration is run.")] = 4,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Hold the simulator against the engine.
+
+    Profiles once, then predicts and measures fourteen configurations that the profile did not see.
+    """
+    from ssd.options import hardware_for, models_for, workload_for
+
+    hardware, models, load = hardware_for(asked), models_for(asked), workload_for(asked)
+    from ssd.validation import cases
+    from ssd.validation import validate as compare
+
+    chosen = cases(hardware) if asked.prompt_tokens is None else cases(hardware, asked.prompt_tokens)
+    tokens = 64 if asked.output_tokens is None else asked.output_tokens
+    with _progress() as tell:
+        found = compare(hardware, models, chosen=chosen, prompt_set=load.prompt_set, output_tokens=tokens, repeats=repeats, progress=tell)
+    if out is not None:
+        _write(out, found.model_dump_json(indent=2))
+    print(found.model_dump_json(indent=2) if as_json else found.table())
 
 
 @app.command()

@@ -5,13 +5,13 @@ Units are SI (seconds, bytes, FLOP, hertz) and stand in every field's descriptio
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sim.metrics import Metrics, Round
+from sim.names import unknown
 
 Mode = Literal["ar", "sd", "ssd"]
 Backup = Literal["jit", "ngram", "none"]
@@ -41,7 +41,7 @@ class Spec(BaseModel):
         if isinstance(data, dict):
             for key in data:
                 if key not in cls.model_fields:
-                    raise ValueError(_unknown_key(cls.__name__, str(key), list(cls.model_fields)))
+                    raise ValueError(unknown(cls.__name__, str(key), cls.model_fields))
         return data
 
     def save(self, path: str | Path) -> None:
@@ -56,12 +56,6 @@ class Spec(BaseModel):
         except OSError as error:
             raise ValueError(f"path={str(path)!r} cannot be read ({error.strerror}): give a file that {cls.__name__}.save wrote") from error
         return cls.model_validate_json(text)
-
-
-def _unknown_key(owner: str, key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    remedy = f"did you mean {near[0]!r}?" if near else f"it knows {', '.join(known)}"
-    return f"{owner} has no option {key!r}: {remedy}"
 
 
 class Device(Spec):

@@ -1,0 +1,291 @@
+"""The simulator held against the engine: one profile, then configurations that it did not see, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from sim.simulate import simulate
+from ssd.bench.run import total
+from ssd.engine.engine import Engine
+from ssd.outcomes import outcome_model
+from ssd.pace import pace
+from ssd.placements import placements
+from ssd.prediction import _scenario
+from ssd.profiler import profile as measure_profile
+from ssd.prompts import Kind
+from ssd.prompts import prompts as prompt_texts
+from ssd.specs import Configuration, Hardware, Models, Placement, Plan, Profile, RequestOutput, SamplingParams, Spec, Workload
+
+if TYPE_CHECKING:
+    from sim.metrics import Metrics
+    from sim.scenario import Scenario
+    from ssd.progress import Progress
+
+# Simulated requests of a case: enough for a standard error of about 1 %.
+SIMULATED_REQUESTS = 200
+
+
+class Case(Spec):
+    """One configuration under one load: so many requests at once, each with a prompt and an output of the same length."""
+
+    configuration: Configuration = Field(description="how to decode (no unit)")
+    batch_size: int = Field(1, ge=1, description="requests that are asked for together (count)")
+    prompt_tokens: int = Field(64, ge=1, description="length of a prompt, tokens")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature (no unit)")
+
+    @property
+    def name(self) -> str:
+        """What it is called in a table."""
+        c = self.configuration
+        words = [c.mode.upper()]
+        if c.mode != "ar":
+            words.append(f"K={c.num_speculative_tokens}")
+        if c.mode == "ssd":
+            words += [f"F={','.join(map(str, c.fan_out_hit))}", c.backup]
+        return " ".join([*words, f"b={self.batch_size}", f"prompt {self.prompt_tokens}", f"T={self.temperature:g}"])
+
+
+class Numbers(Spec):
+    """What is compared."""
+
+    tokens_per_second: float = Field(ge=0, description="tokens a second of all its requests together, after the first of each")
+    mean_acceptance_length: float | None = Field(None, description="tokens of a round with a draft, bonus included (tokens)")
+    hit_rate: float | None = Field(None, ge=0, le=1, description="share of rounds whose outcome was cached (ratio)")
+    time_to_first_token: float = Field(ge=0, description="mean over its requests, seconds")
+
+
+class Compared(Spec):
+    """A case, what it did and what was predicted."""
+
+    case: Case = Field(description="what was run (no unit)")
+    measured: Numbers = Field(description="by the engine")
+    predicted: Numbers = Field(description="by the simulator")
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured tokens a second, less 1."""
+        return self.predicted.tokens_per_second / self.measured.tokens_per_second - 1
+
+
+class Validation(Spec):
+    """Predictions beside measurements."""
+
+    hardware: str = Field(description="name of the machine (no unit)")
+    models: Models = Field(description="the pair (no unit)")
+    prompt_set: str = Field(description="where the prompts are from (no unit)")
+    output_tokens: int = Field(description="length of an output, tokens")
+    repeats: int = Field(description="times that each case was run (count)")
+    rows: tuple[Compared, ...] = Field(min_length=1, description="the cases (list)")
+
+    @property
+    def mean_absolute_error(self) -> float:
+        """Of tokens a second, relative."""
+        return fmean(abs(row.error) for row in self.rows)
+
+    @property
+    def worst(self) -> Compared:
+        """The case with the largest error of tokens a second."""
+        return max(self.rows, key=lambda row: abs(row.error))
+
+    def table(self) -> str:
+        """Markdown: measured, predicted, and the difference."""
+        head = "| case | tokens/s | | error | acceptance length | hit rate | time to first token, ms |\n|---|---|---|---|---|---|---|"
+        lines = [head, "| | measured | predicted | | measured / predicted | measured / predicted | measured / predicted |"]
+        for row in self.rows:
+            m, p = row.measured, row.predicted
+            pairs = (
+                (m.mean_acceptance_length, p.mean_acceptance_length, 1.0, ".2f"),
+                (m.hit_rate, p.hit_rate, 1.0, ".2f"),
+                (m.time_to_first_token, p.time_to_first_token, 1e3, ".1f"),
+            )
+            cells = [f"{_text(a, scale, form)} / {_text(b, scale, form)}" for a, b, scale, form in pairs]
+            speeds = f"{m.tokens_per_second:.1f} | {p.tokens_per_second:.1f} | {row.error:+.1%}"
+            lines.append(f"| {row.case.name} | {speeds} | {' | '.join(cells)} |")
+        worst = self.worst
+        lines.append(f"\nMean absolute error {self.mean_absolute_error:.1%}; worst {worst.error:+.1%}, {worst.case.name}.")
+        return "\n".join(lines)
+
+
+def cases(hardware: Hardware, prompt_tokens: int = 64) -> tuple[Case, ...]:
+    """Fourteen that differ in mode, K, fan-out, backup, batch size, prompt length and temperature. ValueError on a single device."""
+    apart, shared = placements(hardware)[0], placements(hardware)[-1]
+    if apart.overlaps:
+        raise ValueError(f"hardware {hardware.name!r} has one device: SSD, which is to be validated, needs two")
+    alone = Placement(target=apart.target)
+
+    def ssd(K: int, last: int, each: int = 1, backup: str = "jit") -> Configuration:
+        lists: dict[str, Any] = dict.fromkeys(("fan_out_hit", "fan_out_miss"), (each,) * K + (last,))
+        return Configuration.model_validate({"mode": "ssd", "num_speculative_tokens": K, "placement": apart, "backup": backup, **lists})
+
+    def sd(K: int) -> Configuration:
+        return Configuration(mode="sd", num_speculative_tokens=K, placement=shared)
+
+    ar = Configuration(mode="ar", placement=alone)
+    loads: list[tuple[Configuration, dict[str, float]]] = [
+        (ar, {}),
+        (ar, {"batch_size": 4}),
+        (sd(2), {}),
+        (sd(5), {}),
+        (sd(3), {"batch_size": 3}),
+        (ssd(2, 1), {}),
+        (ssd(3, 2), {}),
+        (ssd(5, 2), {}),
+        (ssd(3, 3, 3), {}),
+        (ssd(3, 2, backup="none"), {}),
+        (ssd(3, 2), {"batch_size": 2}),
+        (ssd(3, 2), {"batch_size": 4}),
+        (ssd(3, 2), {"prompt_tokens": 3 * prompt_tokens}),
+        (ssd(3, 2), {"temperature": 1.0}),
+    ]
+    return tuple(Case.model_validate({"configuration": c, "prompt_tokens": prompt_tokens, **load}) for c, load in loads)
+
+
+def validate(
+    hardware: Hardware,
+    models: Models,
+    *,
+    chosen: Sequence[Case] | None = None,
+    prompt_set: Kind = "code",
+    prompts: Sequence[str] | None = None,
+    output_tokens: int = 64,
+    repeats: int = 4,
+    progress: Progress | None = None,
+) -> Validation:
+    """Profile once, then predict each case and measure it `repeats` times, the cases in turn on one engine.
+
+    chosen: default `cases(hardware)`. prompts: texts to use instead of the prompt set's. The profile is of one request, and where a
+    case has several another one of the largest batch; of greedy text, so acceptance at a temperature is predicted to be what it is at 0.
+    ValueError for what cannot be run, RuntimeError if the draft is lost meanwhile.
+    """
+    chosen = tuple(cases(hardware) if chosen is None else chosen)
+    tell = progress or (lambda *_: None)
+    _check(hardware, models, chosen, output_tokens, repeats)
+    profiles: dict[bool, Profile] = {}
+    for batched in sorted({case.batch_size > 1 for case in chosen}):
+        most = max(case.batch_size for case in chosen if (case.batch_size > 1) == batched)
+        load = Workload.model_validate(
+            {"batch_size": most, "prompt_tokens": chosen[0].prompt_tokens, "output_tokens": output_tokens, "prompt_set": prompt_set}
+        )
+        profiles[batched] = measure_profile(
+            hardware, models, load, prompts=prompts, progress=lambda what, share: tell(f"profile: {what}", 0.5 * share)
+        )
+    predicted = [_predicted(case, profiles[case.batch_size > 1], output_tokens) for case in chosen]
+    texts = prompts or prompt_texts(prompt_set, None)
+    measured = _measured(hardware, models, chosen, texts, output_tokens, repeats, lambda what, share: tell(what, 0.5 + 0.5 * share))
+    rows = tuple(Compared(case=c, measured=m, predicted=p) for c, m, p in zip(chosen, measured, predicted, strict=True))
+    return Validation(hardware=hardware.name, models=models, prompt_set=prompt_set, output_tokens=output_tokens, repeats=repeats, rows=rows)
+
+
+def _check(hardware: Hardware, models: Models, chosen: Sequence[Case], output_tokens: int, repeats: int) -> None:
+    if not hardware.is_local:
+        raise ValueError(f"hardware {hardware.name!r} is not this machine: validation measures, so leave hardware out")
+    if models.draft is None:
+        raise ValueError("models.draft is missing: validation compares modes that need one")
+    if not chosen:
+        raise ValueError("chosen=() leaves nothing to validate: give at least one case")
+    if output_tokens < 2:
+        raise ValueError(f"output_tokens={output_tokens}: the speed of decoding needs at least 2")
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: give 1 or more")
+    for case in chosen:
+        # The simulator knows neither.
+        if case.configuration.budget or case.configuration.building != "fixed":
+            raise ValueError(f"case {case.name!r} has a budget or builds at any time, which the simulator does not: give it fan-out lists")
+
+
+# Predictions
+
+
+def _predicted(case: Case, profile: Profile, output_tokens: int) -> Numbers:
+    result = simulate(scenario(case, profile, output_tokens), record=False)
+    metrics = result.metrics
+    return _numbers(case, metrics, [served.tpot for served in result.requests], [served.ttft for served in result.requests])
+
+
+def scenario(case: Case, profile: Profile, output_tokens: int) -> Scenario:
+    """What the planner would play for the case, under the load that is measured: whole waves of requests that come together."""
+    configuration = case.configuration
+    its = pace(profile, configuration.placement, configuration.mode)
+    if its is None:
+        raise ValueError(f"case {case.name!r}: the profile has no latencies for its placement: use one of ssd.placements.placements")
+    load = Workload(batch_size=case.batch_size, prompt_tokens=case.prompt_tokens, output_tokens=output_tokens)
+    played = _scenario(configuration, its, outcome_model(profile).simulated(), load)
+    prefill = case.prompt_tokens * its.prefill_seconds_per_token
+    # Waves that come apart, each when the one before has long left.
+    longest = 10 * case.batch_size * (prefill + output_tokens * its.verify(case.batch_size * (1 + configuration.num_speculative_tokens)))
+    waves = -(-SIMULATED_REQUESTS // case.batch_size)
+    return replace(
+        played,
+        output_tokens=output_tokens,
+        num_requests=waves * case.batch_size,
+        arrival_seconds=tuple(longest * wave for wave in range(waves) for _ in range(case.batch_size)),
+        target_prefill_seconds=prefill,
+        draft_prefill_seconds=prefill * its.step(1) / its.verify(1),
+    )
+
+
+def _numbers(case: Case, metrics: Metrics, gaps: Sequence[float | None], firsts: Sequence[float | None]) -> Numbers:
+    known = [gap for gap in gaps if gap is not None]
+    return Numbers(
+        tokens_per_second=case.batch_size / fmean(known),
+        mean_acceptance_length=metrics.mean_acceptance_length,
+        hit_rate=metrics.cache_hit_rate,
+        time_to_first_token=fmean(first or 0.0 for first in firsts),
+    )
+
+
+# Measurements
+
+
+def _measured(
+    hardware: Hardware, models: Models, chosen: Sequence[Case], texts: Sequence[str], output_tokens: int, repeats: int, tell: Progress
+) -> list[Numbers]:
+    first = min((case.configuration for case in chosen), key=lambda c: ("ssd", "sd", "ar").index(c.mode))
+    named = {name: getattr(first, name) for name in Configuration.model_fields}
+    plan = Plan(**named, hardware=hardware, models=models)
+    found: list[list[list[RequestOutput]]] = [[] for _ in chosen]
+    with Engine.from_plan(plan, max_num_seqs=max(case.batch_size for case in chosen)) as engine:
+        waves = [_waves(engine, case, texts, repeats + 1) for case in chosen]
+        for again in range(repeats + 1):
+            tell(f"round {again} of {repeats}", again / (repeats + 1))
+            turn = again % len(chosen)
+            for place in [*range(turn, len(chosen)), *range(turn)]:
+                outputs = _wave(engine, chosen[place], waves[place][again], output_tokens)
+                # The first round warms up.
+                found[place] += [outputs] if again else []
+    return [_of_outputs(case, [output for outputs in its for output in outputs]) for case, its in zip(chosen, found, strict=True)]
+
+
+def _waves(engine: Engine, case: Case, texts: Sequence[str], count: int) -> list[list[list[int]]]:
+    """Prompts of the case's length, another one for each request while there are any, made of texts that follow each other."""
+    tokenizer = engine.pair.tokenizer
+    tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
+    needed = count * case.batch_size * case.prompt_tokens
+    cut = iter((tokens * -(-needed // len(tokens)))[:needed])
+    return [[[next(cut) for _ in range(case.prompt_tokens)] for _ in range(case.batch_size)] for _ in range(count)]
+
+
+def _wave(engine: Engine, case: Case, prompts: list[list[int]], output_tokens: int) -> list[RequestOutput]:
+    """Decode a wave; taking the timeline also waits until the draft is at rest."""
+    engine.configure(case.configuration)
+    engine.timeline()
+    before = engine.health()
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=case.temperature))
+    health = engine.health()
+    if health.draft == "lost" or health.restarts > before.restarts:
+        raise RuntimeError(f"the draft was lost, so this was AR under another name: {health.reason or 'it has been started again'}")
+    return outputs
+
+
+def _of_outputs(case: Case, outputs: Sequence[RequestOutput]) -> Numbers:
+    each = [output.metrics for output in outputs]
+    return _numbers(case, total(outputs), [m.time_per_output_token for m in each], [m.time_to_first_token for m in each])
+
+
+def _text(value: float | None, scale: float, form: str) -> str:
+    return "none" if value is None else format(value * scale, form)
