@@ -296,23 +296,24 @@ def weight_bytes(source: Source, dtype: torch.dtype, device: torch.device, *, in
     return (source.parameters + head) * torch.bfloat16.itemsize
 
 
+def memory_bytes(models: Models, source: Source, device: torch.device, slots: int, *, drafts: bool = False) -> int:
+    """Return the bytes of a model's weights and of its keys and values in so many slots, over all rows."""
+    dtype = compute_dtype(models, device)
+    weights = weight_bytes(source, dtype, device, int8=drafts and keeps_int8(models, source, device))
+    return weights + slots * source.kv_values_per_token * dtype.itemsize
+
+
 def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Placement, slots: tuple[int, int]) -> None:
     """Refuse a pair whose weights and key-value slots (`slots` of target and draft) exceed the memory of where they are placed."""
     from ssd.devices import torch_device
 
     needs: dict[str, int] = {}
     room: dict[str, int] = {}
-    for role, source, ids, places in (
-        ("target", pair.target, placement.target, slots[0]),
-        ("draft", pair.draft, placement.draft, slots[1]),
-    ):
+    for drafts, source, ids, places in ((False, pair.target, placement.target, slots[0]), (True, pair.draft, placement.draft, slots[1])):
         if source is None or not ids:
             continue
-        device = torch_device(ids)
-        dtype = compute_dtype(models, device)
         pool = "memory" if hardware.shared_memory else ids[0]
-        weights = weight_bytes(source, dtype, device, int8=role == "draft" and keeps_int8(models, source, device))
-        needs[pool] = needs.get(pool, 0) + weights + places * source.kv_values_per_token * dtype.itemsize
+        needs[pool] = needs.get(pool, 0) + memory_bytes(models, source, torch_device(ids), places, drafts=drafts)
         room[pool] = hardware.select(ids)[0].memory_bytes
     for pool, bytes_needed in needs.items():
         if bytes_needed > room[pool]:

@@ -10,7 +10,7 @@ from ssd.devices import torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
 from ssd.engine.engine import Engine, _setup
-from ssd.models import Source, compute_dtype, weight_bytes
+from ssd.models import memory_bytes
 from ssd.specs import Configuration
 
 
@@ -39,14 +39,8 @@ def planned_bytes(engine: Engine, configuration: Configuration) -> tuple[int, in
     """Return what target and draft take by the plan: weights, and key-value slots for all rows that the engine has room for."""
     pair, rows, place = engine.pair, engine.max_num_seqs, configuration.placement
     slots = rows * target_side.slots_needed(pair.max_model_len, configuration.num_speculative_tokens)
-    target = _bytes(engine, pair.target, place.target, slots)
+    target = memory_bytes(engine.plan.models, pair.target, torch_device(place.target), slots)
     if configuration.mode == "ar" or pair.draft is None:
         return target, 0
     slots = rows * draft_side.slots_needed(pair.max_model_len, _setup(configuration), rows)
-    return target, _bytes(engine, pair.draft, place.draft, slots)
-
-
-def _bytes(engine: Engine, source: Source, ids: tuple[str, ...], slots: int) -> int:
-    device = torch_device(ids)
-    dtype = compute_dtype(engine.plan.models, device)
-    return weight_bytes(source, dtype, device) + slots * source.kv_values_per_token * dtype.itemsize
+    return target, memory_bytes(engine.plan.models, pair.draft, torch_device(place.draft), slots, drafts=True)
