@@ -12,7 +12,6 @@ times the second.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def pack_halves(low: torch.Tensor, high: torch.Tensor, words: torch.Tensor) -> N
     function(*given)
 
 
-@functools.cache
+@native.once
 def _packing(lanes: int) -> Kernel:
     module = ir.Module()
     code = Code(module, "pack", [native.LONGS, native.I64, native.I64, native.I64], lanes)
@@ -103,17 +102,14 @@ def product(
         chunk = max(1, CHUNK_BYTES // (4 * lanes * in_features))
     out_features = (1 if finish == "gated" else 2) * lanes * blocks
     arguments = native.integers((words.data_ptr(), x, bias.data_ptr(), onto, out, in_features, out_features, tokens, blocks, chunk))
-    kernel = _kernels.get((tile, lanes, finish)) or _kernel(tile, lanes, finish)
-    return kernel, arguments, tokens * words.numel() * 2 >= MIN_TEAM_WORK
+    return _kernel(tile, lanes, finish), arguments, tokens * words.numel() * 2 >= MIN_TEAM_WORK
 
 
-_kernels: dict[tuple[int, int, str], Kernel] = {}
-
-
+@native.once
 def _kernel(tokens: int, lanes: int, finish: str) -> Kernel:
     vectors, module = native.VECTORS[lanes], ir.Module()
     rows = _rows(module, tokens, tile(module, tokens, vectors, finish), lanes)
-    return _kernels.setdefault((tokens, lanes, finish), native.kernel(module, rows, BLOCKS_AT))
+    return native.kernel(module, rows, BLOCKS_AT)
 
 
 # --- code generation ---
