@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -183,6 +183,20 @@ def bits(value: float) -> int:
 
 
 _compiling = threading.Lock()
+Made = TypeVar("Made")
+Given = ParamSpec("Given")
+
+
+def once(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """Like functools.cache, but threads that ask at once get the same: of two, one would be thrown away with its machine code."""
+    lock, made = threading.RLock(), functools.cache(make)
+
+    @functools.wraps(make)
+    def get(*given: Given.args, **named: Given.kwargs) -> Made:
+        with lock:
+            return made(*given, **named)  # type: ignore[arg-type]
+
+    return get
 
 
 def compiled(module: Any, count_at: int = 0) -> Kernel:
@@ -403,7 +417,7 @@ def _share(code: Code, total: Any, number: Any, threads: Any) -> list[Any]:
     return [code.least(total, b.sdiv(b.mul(total, share), threads)) for share in (number, b.add(number, integer(1)))]
 
 
-@functools.cache
+@once
 def _runner() -> Kernel:
     """Runs steps; after each the threads wait for one another, at first with open eyes."""
     module = ir.Module()

@@ -222,12 +222,12 @@ class SlotDecoder:
 
     def forward(self, fed: Fed, abort: Abort | None = None) -> torch.Tensor:
         """Feed the queries and return the logits that are wanted, `[wanted, vocabulary]`. Raises Aborted when `abort` says so."""
-        count = len(fed.slots)
-        self._make_room(count, native.team_size())
+        count, threads = len(fed.slots), native.team_size()
+        self._make_room(count, threads)
         self._lay_out(fed)
         self._between["x"][:count] = self.decoder.embedding(fed.tokens)
         torch.index_select(self._angles, 0, torch.from_numpy(fed.positions), out=self._between["angles"][:count])
-        program, threads = self._program(count, len(fed.rows), self._reads_much(fed)), native.team_size()
+        program = self._program(count, len(fed.rows), self._reads_much(fed))
         for steps in [program.whole] if abort is None else program.layers:
             if abort is not None and abort():
                 raise Aborted

@@ -7,7 +7,6 @@ of one row and one key-value head lie together, ``[token, query head of the grou
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ssd import native
@@ -25,7 +24,7 @@ ATTEND_ARGUMENTS = ("queries", "keys", "values", "out", "units", "scratch", "sha
 UNIT_FIELDS = ("queries", "number", "tile", "kernel", "slots", "read", "mask", "apart", "out")
 
 
-@functools.cache
+@native.once
 def norm_kernel(lanes: int) -> Kernel:
     """RMS norm of `tokens` rows of `width` floats (a multiple of lanes)."""
     module = ir.Module()
@@ -41,7 +40,7 @@ def norm_kernel(lanes: int) -> Kernel:
     return native.kernel(module, code.function, len(NORM_ARGUMENTS) - 1)
 
 
-@functools.cache
+@native.once
 def turn_kernel(lanes: int, normed: bool) -> Kernel:
     """Turn queries and keys by their positions and put queries, keys and values where attention reads them.
 
@@ -78,7 +77,7 @@ def turn_kernel(lanes: int, normed: bool) -> Kernel:
     return native.kernel(module, code.function, len(TURN_ARGUMENTS) - 1)
 
 
-@functools.cache
+@native.once
 def attend_kernel(lanes: int) -> Kernel:
     """Attention of each unit's queries over the slots that the mask (a byte each, 0: not seen) shows; queries are scaled already."""
     module = ir.Module()
@@ -112,7 +111,7 @@ def attend_kernel(lanes: int) -> Kernel:
     return native.kernel(module, code.function, len(ATTEND_ARGUMENTS) - 1)
 
 
-@functools.cache
+@native.once
 def attend_tile(lanes: int, queries: int) -> tuple[int, Kernel]:
     """Where the product of `queries` queries with fp32 keys or values lies, and what owns it."""
     module = ir.Module()

@@ -15,7 +15,6 @@ times the second.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def pack_halves(low: torch.Tensor, high: torch.Tensor, words: torch.Tensor) -> N
     function(*given)
 
 
-@functools.cache
+@native.once
 def _packing(lanes: int) -> Kernel:
     module = ir.Module()
     code = Code(module, "pack", [native.LONGS, native.I64, native.I64, native.I64], lanes)
@@ -128,17 +127,14 @@ def product(
     out_features = (1 if finish == "gated" else 2) * lanes * blocks
     pointers = words.data_ptr(), x, bias.data_ptr(), 0 if scales is None else scales.data_ptr(), onto, out
     arguments = native.integers((*pointers, in_features, out_features, tokens, blocks, chunk))
-    kernel = _kernels.get((tile, lanes, kind, finish)) or _kernel(tile, lanes, kind, finish)
-    return kernel, arguments, tokens * in_features * len(bias) >= MIN_TEAM_WORK
+    return _kernel(tile, lanes, kind, finish), arguments, tokens * in_features * len(bias) >= MIN_TEAM_WORK
 
 
-_kernels: dict[tuple[int, int, str, str], Kernel] = {}
-
-
+@native.once
 def _kernel(tokens: int, lanes: int, kind: str, finish: str) -> Kernel:
     vectors, module = native.VECTORS[lanes], ir.Module()
     rows = _rows(module, tokens, tile(module, tokens, vectors, kind, finish), lanes)
-    return _kernels.setdefault((tokens, lanes, kind, finish), native.kernel(module, rows, BLOCKS_AT))
+    return native.kernel(module, rows, BLOCKS_AT)
 
 
 # --- code generation ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def gumbel(keys: torch.Tensor, vocab_size: int, constants: tuple[int, int, int])
     return out
 
 
-@functools.cache
+@native.once
 def kernel(lanes: int, constants: tuple[int, int, int]) -> Kernel:
     """The noise of rows, one key each."""
     module = ir.Module()

@@ -97,6 +97,48 @@ def test_sums_never_exceed_the_registers(tokens: int, blocks: int) -> None:
     assert native.VECTORS[16].blocks_at_once(tokens) == blocks
 
 
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 6, 7, 15, 29])
+def test_sums_are_added_and_gates_are_applied_as_torch_does(lanes: int, tokens: int, threads: int) -> None:
+    """Five blocks: on a chunk's edge for several tiles, unequal shares of two threads, and pairs with one left over."""
+    inputs, outputs = (33 if tokens < 29 else 20_000), 5 * 2 * lanes
+    weight, x, onto = bf16_numbers(outputs, inputs), torch.randn(tokens, inputs), torch.randn(tokens, outputs)
+    weight, bias = (weight.float() / inputs**0.5).bfloat16(), torch.randn(outputs)
+    words, sums = linear_kernel.pack(weight, lanes), torch_linear(x, weight.float(), bias)
+    gate, up = sums.unflatten(1, (-1, 2, lanes)).unbind(2)
+    gated = (torch.nn.functional.silu(gate) * up).flatten(1)
+    for finish, expected in (("plain", sums), ("onto", sums + onto), ("gated", gated)):
+        out = torch.full(expected.shape, torch.nan)
+        kernel, arguments, _ = linear_kernel.product(words, bias, x.data_ptr(), out.data_ptr(), tokens, finish=finish, onto=onto.data_ptr())
+        function, given = kernel.call(arguments, threads)
+        function(*given)
+        assert_same(out, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_gates_are_right_however_large_they_are(lanes: int) -> None:
+    gates = torch.tensor(
+        [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 3e38, -3e38, 88.5, -88.5, *torch.linspace(-100, 100, 2 * 16 * 20 - 10).tolist()]
+    )
+    ups = torch.linspace(-1, 1, len(gates))
+    bias = torch.stack([gates.view(-1, lanes), ups.view(-1, lanes)], 1).flatten()
+    words, x, out = (
+        torch.zeros(len(bias) // (2 * lanes), 1, lanes, dtype=torch.int32),
+        torch.zeros(1, 1),
+        torch.full((1, len(gates)), torch.nan),
+    )
+    kernel, arguments, _ = linear_kernel.product(words, bias, x.data_ptr(), out.data_ptr(), 1, finish="gated")
+    function, given = kernel.call(arguments)
+    function(*given)
+    right = gates.double() / (1 + torch.exp(-gates.double())) * ups.double()
+    # Past e^88 what is left of a gate is next to nothing.
+    assert ((out[0] - right).abs() <= 4 * 2.0**-23 * right.abs() + 1e-33).masked_fill(gates == -3e38, True).all()
+    assert out[0][gates == -3e38].abs() < 10
+
+
 def test_more_tokens_than_a_chunk_of_weights_and_a_tile_hold() -> None:
     weight, x = bf16_numbers(700, 1000), torch.randn(131, 1000)
     assert_same(FastLinear(weight)(x), torch_linear(x, weight.float()))
@@ -132,6 +174,38 @@ def test_packing_loses_nothing() -> None:
     weight = bf16_numbers(77, 13)
     for lanes in (4, 8, 16):
         assert torch.equal(linear_kernel.unpack(linear_kernel.pack(weight, lanes), 77), weight)
+
+
+@needs_kernel
+@settings(max_examples=30, deadline=None)
+@given(
+    blocks=st.integers(1, 5),
+    inputs=st.integers(1, 40),
+    lanes=st.sampled_from([4, 8, 16]),
+    apart=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    seed=st.integers(0, 99),
+)
+def test_halves_are_packed_as_torch_would_wherever_they_lie(
+    blocks: int, inputs: int, lanes: int, apart: tuple[int, int], seed: int
+) -> None:
+    low, high = (bf16_numbers(blocks, of, lanes, inputs, seed=seed + of)[:, seed % of] for of in apart)
+    words = torch.full((blocks + 1, inputs, lanes), 7, dtype=torch.int32)
+    linear_kernel.pack_halves(low, high, words[:blocks])
+    bits = [half.contiguous().view(torch.int16).mT.to(torch.int32) for half in (low, high)]
+    assert torch.equal(words[:blocks], bits[0] & 0xFFFF | bits[1] << 16)
+    assert (words[blocks:] == 7).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 320])
+def test_packing_is_the_same_on_any_number_of_threads_and_without_the_kernel(monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
+    weight = bf16_numbers(outputs, 1000)
+    alone = linear_kernel.pack(weight, 8)
+    assert (linear_kernel.unpack(alone, alone.shape[0] * 16)[outputs:] == 0).all()
+    monkeypatch.setattr(native, "team_size", lambda: 3)
+    assert torch.equal(linear_kernel.pack(weight, 8), alone)
+    monkeypatch.setattr(native, "why_unavailable", lambda: "no reason")
+    assert torch.equal(linear_kernel.pack(weight, 8), alone)
 
 
 def test_extreme_weights_survive() -> None:
@@ -192,6 +266,27 @@ def test_a_team_born_on_one_core_is_spread_over_both() -> None:
         assert [os.sched_getaffinity(task) for task in team()] == [cores, cores]
     finally:
         os.sched_setaffinity(0, cores)
+
+
+@needs_kernel
+@needs_two_cores
+def test_each_thread_that_calls_has_a_team_spread_over_both_cores() -> None:
+    """Also one whose team torch has made while it was held to one core."""
+    cores, found = os.sched_getaffinity(0), []
+
+    def born_on(core: int) -> None:
+        os.sched_setaffinity(0, {core})
+        torch.set_num_threads(2)
+        torch.ones(1 << 20).add_(1)
+        os.sched_setaffinity(0, cores)
+        assert native.team_size() == 2
+        found.append([os.sched_getaffinity(task) for task in team()])
+
+    for core in sorted(cores)[:2]:
+        thread = threading.Thread(target=born_on, args=(core,))
+        thread.start()
+        thread.join()
+    assert found == [[cores, cores]] * 2
 
 
 def team() -> list[int]:

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ssd.sampling import Purpose, draw, extend, gumbel, mix, noise_key, prefix_hash, sample_seed, uniform
+from ssd import native
+from ssd.sampling import Purpose, draw, extend, gumbel, mix, noise_kernel, noise_key, prefix_hash, sample_seed, uniform
 
 WORDS = st.integers(-(1 << 63), (1 << 63) - 1)
 COUNT = 20_000
 ENOUGH = 1e-4
+needs_kernel = pytest.mark.skipif(bool(native.why_unavailable()), reason=native.why_unavailable())
 
 
 def keys_where(vary: str) -> torch.Tensor:
@@ -105,6 +107,97 @@ def test_noise_is_finite_whatever_the_bits(monkeypatch):
     monkeypatch.setattr("ssd.sampling.noise.mix", lambda _: words[None])
     assert gumbel(torch.tensor([1]), 5).isfinite().all()
     assert gumbel(torch.tensor([1]), 5).max() > 40
+
+
+def exact_noise(keys: list[int], vocab_size: int) -> np.ndarray:
+    """The noise in fp64, from words hashed one by one by the published hash."""
+    mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
+
+    def word(key: int, token: int) -> int:
+        state = (key + (token + 1) * golden) & mask
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
+        return (state ^ state >> 31) >> 1 | 1
+
+    u = np.array([[word(key, token) for token in range(vocab_size)] for key in keys], dtype=np.float64).reshape(-1, vocab_size)
+    return -np.log(-np.log1p(-np.minimum(u * 2.0**-63, 1 - 2.0**-24)))
+
+
+def with_torch(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The noise as it is made where there is no kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise_kernel, "available", lambda _: False)
+        return gumbel(keys, vocab_size)
+
+
+@needs_kernel
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("times", [4, 8, 12])
+def test_the_kernels_noise_is_exact_for_any_vocabulary_and_torchs_is_the_same(monkeypatch, lanes, times):
+    monkeypatch.setattr(native, "host_vectors", lambda: native.VECTORS[lanes])
+    keys = torch.tensor([0, -1, 1, -(1 << 63), (1 << 63) - 1, 77, 12345678901234567])
+    for vocab_size in range(max(4 * lanes, lanes * times - 2), lanes * times + 3):
+        assert noise_kernel.available(vocab_size)
+        noise, exact = gumbel(keys, vocab_size), exact_noise(keys.tolist(), vocab_size)
+        # fp32 rounds u itself, which shows where u is all but 1 and the noise is far below 0.
+        assert np.abs(noise.numpy() - exact)[exact > -1].max() < 1e-6 * (1 + np.abs(exact[exact > -1]).max())
+        assert np.abs(noise.numpy() - exact).max() < 1e-2
+        assert torch.equal(noise.argmax(-1), torch.from_numpy(exact.argmax(-1)))
+        assert torch.allclose(noise, with_torch(keys, vocab_size), rtol=1e-5, atol=1e-6)
+    assert not noise_kernel.available(4 * lanes - 1)
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_kernel_takes_keys_however_they_lie_and_however_many(monkeypatch, threads):
+    monkeypatch.setattr(native, "team_size", lambda: threads)
+    monkeypatch.setattr(noise_kernel, "MIN_TEAM_WORK", 1)
+    keys = torch.arange(40) * 987654321987
+    whole = gumbel(keys, 500)
+    assert torch.equal(gumbel(keys[::3], 500), whole[::3])
+    assert torch.equal(gumbel(keys[7:8].expand(4), 500), whole[7:8].expand(4, -1))
+    assert torch.equal(gumbel(keys.view(5, 8)[:, 2], 500), whole[2::8])
+    assert gumbel(keys[:0], 500).shape == (0, 500)
+    assert torch.equal(gumbel(keys, 311), whole[:, :311])
+
+
+@needs_kernel
+@pytest.mark.parametrize("vocab_size", [64, 100])
+def test_the_kernels_noise_is_gumbel_and_finite(vocab_size):
+    noise = gumbel(keys_where("seed"), vocab_size)
+    assert noise.isfinite().all()
+    for column in (0, vocab_size // 2, vocab_size - 1):
+        assert stats.kstest(noise[:, column].numpy(), "gumbel_r").pvalue > ENOUGH
+    assert (noise - with_torch(keys_where("seed"), vocab_size)).abs().max() < 1e-4
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "word", [0, 1, 2, 1 << 20, (1 << 39) - 1, 1 << 40, 1 << 62, (1 << 64) - (1 << 41), (1 << 64) - (1 << 40), (1 << 64) - 1]
+)
+def test_the_kernels_logarithms_are_right_for_the_rarest_words(word):
+    found = gumbel_of_word(word)
+    u = min((word >> 1 | 1) * 2.0**-63, 1 - 2.0**-24)
+    exact = -np.log(-np.log1p(-u))
+    assert np.isfinite(found)
+    assert abs(found - exact) < 1e-5 * max(1, abs(exact))
+
+
+def gumbel_of_word(word: int) -> float:
+    """The kernel's noise for a word: for the key whose first token has this hash."""
+    mask = (1 << 64) - 1
+
+    def unshift(value: int, places: int) -> int:
+        found = value
+        for _ in range(64 // places + 1):
+            found = value ^ found >> places
+        return found
+
+    state = unshift(word, 31)
+    state = unshift(state * pow(0x94D049BB133111EB, -1, 1 << 64) & mask, 27)
+    state = unshift(state * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & mask, 30)
+    key = (state - 0x9E3779B97F4A7C15) & mask
+    return float(gumbel(torch.tensor([key - (1 << 64) if key >> 63 else key]), 100)[0, 0])
 
 
 def test_samples_of_a_request_have_seeds_of_their_own_and_the_first_keeps_the_requests():
