@@ -1,10 +1,14 @@
 """Which placements are offered where."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import ssd
+from ssd.models import keeps_int8
 from ssd.placements import placements
-from ssd.specs import Placement
+from ssd.specs import Models, Placement
 from tests.profiles import cores
 
 
@@ -38,3 +42,17 @@ def test_local_accelerators_hold_one_model_each_as_the_engine_runs_them():
     here = ssd.Hardware.named("3xH100-SXM").model_copy(update={"is_local": True})
     first, last = ("cuda:0",), ("cuda:2",)
     assert placements(here) == (Placement(target=first, draft=last), Placement(target=first, draft=first))
+
+
+def test_int8_is_for_drafts_on_a_cpu_and_automatic_for_large_ones():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    small, large = (SimpleNamespace(parameters=count) for count in (99_999_999, 100_000_000))
+    asked = Models(target="a", draft="b", draft_weights="int8")
+    assert keeps_int8(asked, small, cpu)
+    for models, device in ((asked, gpu), (asked.model_copy(update={"dtype": "bfloat16"}), cpu)):
+        with pytest.raises(ValueError, match=r"draft_weights='int8'.*float32 on a CPU"):
+            keeps_int8(models, small, device)
+    free = Models(target="a", draft="b")
+    assert [keeps_int8(free, draft, device) for draft in (small, large) for device in (cpu, gpu)] == [False, False, True, False]
+    kept = free.model_copy(update={"draft_weights": "checkpoint"})
+    assert not keeps_int8(kept, large, cpu)

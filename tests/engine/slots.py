@@ -52,13 +52,13 @@ def tiny_decoder(kind: str, seed: int = 0, **changes) -> PreTrainedModel:
     return model
 
 
-def loaded(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+def loaded(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16, *, int8: bool = False) -> LoadedModel:
     """A copy of a model as the engine has it once it was read from a checkpoint of this type."""
     config = deepcopy(model.config)
     module = type(model)(config).eval()
     module.load_state_dict(model.state_dict())
     module.to(dtype).set_attn_implementation(ATTENTION)
-    decoder = Decoder.of(module)
+    decoder = Decoder.of(module, int8=int8)
     if decoder is None:
         fp32_compute_from_bf16(module)
     groups = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

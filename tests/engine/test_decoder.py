@@ -335,6 +335,31 @@ def test_norms_biases_embeddings_and_heads_that_bf16_cannot_hold_are_kept_in_fp3
     close(chained(SlotModel(engines, 1, 32), tokens, [20]), expected(Reference(model), tokens), 1e-5)
 
 
+@pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_decoder_of_int8_weights_is_that_of_the_rounded_ones(kind, tied):
+    model = tiny_decoder(kind, 3, tie_word_embeddings=tied)
+    engines = loaded(model, int8=True)
+    assert engines.decoder is not None
+    with torch.no_grad():
+        if tied:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                scale = layer.weight.abs().amax(1, keepdim=True) / 127
+                layer.weight.copy_((layer.weight / scale).round() * scale)
+    tokens = text(40)
+    close(chained(SlotModel(engines, 1, 64), tokens, [17, 1, 1, 8, 13]), expected(Reference(model), tokens))
+
+
+def test_weights_of_any_type_may_be_rounded_to_a_byte():
+    model = tiny_decoder("llama", 5)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1 / 3)
+    assert loaded(model, torch.float32).decoder is None
+    assert loaded(model, torch.float32, int8=True).decoder is not None
+
+
 def test_a_head_that_is_tied_to_the_embedding_leaves_it_whole():
     reference, model = known("qwen2", tie_word_embeddings=True)
     tokens = text(20)

@@ -139,6 +139,70 @@ def test_gates_are_right_however_large_they_are(lanes: int) -> None:
     assert out[0][gates == -3e38].abs() < 10
 
 
+# --- a byte a weight ---
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What a weight is once its outputs' numbers are multiples of a 127th of their largest."""
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    return (weight.float() / scale.clamp_min(1e-30)).round() * scale
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 130), st.integers(1, 90), st.integers(1, 20), st.booleans(), st.sampled_from([torch.bfloat16, torch.float32]))
+def test_int8_weights_are_the_nearest_multiples_of_each_outputs_scale(
+    outputs: int, inputs: int, tokens: int, bias: bool, dtype: torch.dtype
+) -> None:
+    weight, x = (3 * torch.randn(outputs, inputs)).to(dtype), torch.randn(tokens, inputs)
+    weight[outputs // 2] = 0
+    offset = torch.randn(outputs) if bias else None
+    assert_same(FastLinear(weight, offset, int8=True)(x), torch_linear(x, rounded(weight), offset))
+
+
+@needs_kernel
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 7, 16])
+def test_int8_weights_are_right_for_each_vector_width_and_finish(lanes: int, tokens: int) -> None:
+    outputs, inputs = 7 * 2 * lanes, 33
+    numbers, scales = linear_kernel.quantised(torch.randn(outputs, inputs))
+    weight, x, onto, bias = numbers * scales[:, None], torch.randn(tokens, inputs), torch.randn(tokens, outputs), torch.randn(outputs)
+    sums = torch_linear(x, weight, bias)
+    gate, up = sums.unflatten(1, (-1, 2, lanes)).unbind(2)
+    gated = (torch.nn.functional.silu(gate) * up).flatten(1)
+    words = linear_kernel.pack_bytes(numbers, lanes)
+    for finish, expected in (("plain", sums), ("onto", sums + onto), ("gated", gated)):
+        out = torch.full(expected.shape, torch.nan)
+        pointers = x.data_ptr(), out.data_ptr(), tokens
+        kernel, arguments, _ = linear_kernel.product(words, bias, *pointers, scales=scales, finish=finish, onto=onto.data_ptr())
+        function, given = kernel.call(arguments)
+        function(*given)
+        assert_same(out, expected)
+
+
+def test_int8_weights_without_the_kernel_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(37, 21), torch.randn(5, 21)
+    layer = FastLinear(weight, int8=True)
+    expected = layer(x)
+    monkeypatch.setattr(native, "why_unavailable", lambda: "no reason")
+    assert_same(layer(x), expected)
+
+
+def test_a_model_of_int8_weights_is_the_model_of_the_rounded_ones() -> None:
+    for architecture in ("llama", "gpt2"):
+        model, ids = tiny(architecture, tied=False), torch.arange(20)[None]
+        twin = tiny(architecture, tied=False)
+        with torch.no_grad():
+            for layer in twin.modules():
+                if isinstance(layer, nn.Linear):
+                    # A head that is tied is rounded; the embedding is not.
+                    layer.weight = nn.Parameter(rounded(layer.weight))
+                elif isinstance(layer, Conv1D):
+                    layer.weight = nn.Parameter(rounded(layer.weight.T).T)
+        assert fp32_compute_from_bf16(model, int8=True)
+        with torch.inference_mode():
+            assert_same(model(ids).logits, twin(ids).logits)
+
+
 def test_more_tokens_than_a_chunk_of_weights_and_a_tile_hold() -> None:
     weight, x = bf16_numbers(700, 1000), torch.randn(131, 1000)
     assert_same(FastLinear(weight)(x), torch_linear(x, weight.float()))

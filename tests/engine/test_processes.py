@@ -249,3 +249,17 @@ def test_a_request_beside_an_open_stream_is_decoded_too_and_a_closed_stream_free
         engine.configure(plan)
         assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
         assert engine.health() == Health("ok")
+
+
+def test_a_draft_of_int8_weights_proposes_and_the_target_decides(plan_for, expected):
+    """Rounded weights change what is proposed, never what is emitted; small drafts are left as they are unless it is asked for."""
+    plan = plan_for()
+    rounded = plan.model_copy(update={"models": plan.models.model_copy(update={"draft_weights": "int8"})})
+    boots = []
+    with ssd.Engine.from_plan(rounded) as engine:
+        boots += [engine._boot(rounded).int8, engine._boot(plan).int8]
+        for configuration in (rounded, Configuration(mode="sd", num_speculative_tokens=2, placement=rounded.placement)):
+            engine.configure(configuration)
+            assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
+        assert engine.metrics().num_cache_hits > 0
+    assert boots == [True, False]
