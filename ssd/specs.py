@@ -72,7 +72,11 @@ class Device(Spec):
     memory_bytes: int = Field(gt=0, description="memory, bytes; of the whole machine where devices share it")
     memory_bandwidth: float = Field(gt=0, description="sustained read bandwidth, bytes per second")
     flops: float = Field(gt=0, description="dense matrix rate at the compute type, FLOP per second")
+    flops_fp32: float | None = Field(None, gt=0, description="dense matrix rate in fp32, FLOP per second; none if `flops` is it")
+    interconnect: str = Field("", description="what joins it to its like in one machine, such as NVLink or PCIe (no unit)")
+    interconnect_bandwidth: float | None = Field(None, gt=0, description="its rate, one way, bytes per second; none where memory is shared")
     price_per_hour: float | None = Field(None, ge=0, description="list price, US dollars per hour")
+    source: str = Field("", description="where these figures come from (no unit)")
 
     @property
     def kind(self) -> str:

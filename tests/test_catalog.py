@@ -15,8 +15,21 @@ def test_an_accelerator_has_positive_rates_and_a_source(name):
     assert row["source"].strip()
     (device,) = ssd.Hardware.named(f"1x{name}").devices
     assert 10e9 < device.memory_bytes < 1e12
-    assert 0.5e12 < device.memory_bandwidth < 20e12
-    assert 100e12 < device.flops < 10e15
+    assert 0.3e12 < device.memory_bandwidth < 20e12
+    assert 10e12 < device.flops < 10e15
+    assert 5e12 < device.flops_fp32 <= device.flops
+    assert row["source"] in device.source
+    # A price without a place and a time is a rumour.
+    assert ("price" in row) == ("priced" in row) == ("price:" in device.source)
+    assert device.price_per_hour is None or 0.1 < device.price_per_hour < 20
+    # Two of an accelerator are joined by something; Apple's are one to a machine.
+    assert (device.interconnect_bandwidth is None) == (device.interconnect == "") == (device.kind == "mps")
+    assert device.interconnect_bandwidth is None or device.interconnect_bandwidth < device.memory_bandwidth
+
+
+def test_the_catalogue_has_what_people_rent_and_own():
+    wanted = "A100-40GB A100-80GB H100-PCIe H100-SXM H200 B200 L40S RTX-4090 RTX-5090 MI300X M4-Max EPYC-9654 Xeon-8480 Graviton4"
+    assert set(wanted.split()) <= set(accelerators())
 
 
 @pytest.mark.parametrize("name", catalogue())
@@ -77,8 +90,13 @@ def test_a_mix_is_numbered_through():
     assert (hardware.name, hardware.devices[-1].id) == ("4xH100-SXM + 1xL40S", "cuda:4")
 
 
+def test_a_machine_without_cuda_names_its_devices_by_their_kind():
+    assert [device.id for device in ssd.Hardware.named("2xEPYC-9654 + RTX-4090").devices] == ["cpu:0", "cpu:1", "cuda:2"]
+    assert [device.id for device in ssd.Hardware.named("M4-Max").devices] == ["mps:0"]
+
+
 def test_an_unknown_accelerator_is_refused_with_the_nearest_and_the_list():
-    with pytest.raises(ValueError, match=r"'H100-SMX' is unknown, nearest is 'H100-SXM'; known are A100-40GB.*MI300X"):
+    with pytest.raises(ValueError, match=r"'H100-SMX' is unknown, nearest are 'H100-SXM', '.*', '.*'; known are A100-40GB.*MI300X"):
         ssd.Hardware.named("5xH100-SMX")
 
 
