@@ -1,12 +1,6 @@
 """Latency from first principles: what a forward must read and compute, on devices that reach a known share of their stated rates.
 
-Calibration, on published anchors for bf16 on H100-SXM. Memory efficiency, seconds a layer and seconds an all-reduce were set so that
-Llama-3.1-70B on four devices decodes at the published 54.7 tokens/s (here 55.3) and a draft step of Llama-3.2-1B takes the 1.7 ms that the
-published SD and SSD rates imply together (here 1.72). Seconds a further token: a step of Qwen3-0.6B with some 18 branches is
-published at 2.54 ms (here 2.54). Not used, hence a check: AR of Qwen3-32B on four devices, published 10.3 and 11.3 ms (here 10.1), and
-its verification, published 11.45 ms (here 10.3, 10 % less). A draft forward of 0.5 ms, also quoted for Llama-3.2-1B, lies below the 0.74 ms
-that reading its weights takes at the full stated bandwidth and is not reproduced. The compute efficiency is assumed: no anchor is bound by
-arithmetic.
+Calibrated on few published figures and held against many others: `python benchmarks/roofline.py` prints both (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -21,10 +15,14 @@ from ssd.placements import placements
 from ssd.shapes import Shape, shape
 from ssd.specs import Device, ForwardLatency, Hardware, Models, Placement, Profile, Workload
 
+# Shares of the stated rates. Experts are gathered in small pieces; no published figure is bound by arithmetic, so its share is assumed.
 MEMORY_EFFICIENCY = 0.81
+EXPERT_MEMORY_EFFICIENCY = 0.52
 COMPUTE_EFFICIENCY = 0.6
+# Launching a layer; each of its two all-reduces, by what joins the devices (assumed but for NVLink); each further token.
 LAYER_SECONDS = 50e-6
-ALL_REDUCE_SECONDS = 8e-6
+ALL_REDUCE_SECONDS = {"NVLink": 8e-6, "Infinity Fabric": 8e-6, "PCIe": 20e-6}
+OTHER_ALL_REDUCE_SECONDS = 8e-6
 TOKEN_SECONDS = 40e-6
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)
 # For batches: seconds bend where rows end, which read their own contexts, and where arithmetic begins to bind.
@@ -39,6 +37,7 @@ class Forward:
     bytes_per_value: int
     context: int
     rows: int = 1
+    fp32: bool = False
 
     def weights(self) -> int:
         """Bytes of all weights."""
@@ -53,15 +52,31 @@ class Forward:
 
         The slower of memory and arithmetic, and overheads.
         """
+        bound = max(max(self._reading(device, tokens), self._computing(device, tokens)) for device in devices) / len(devices)
+        return bound + self.shape.layers * (LAYER_SECONDS + 2 * self._reducing(devices, tokens)) + (tokens - 1) * TOKEN_SECONDS
+
+    def _reading(self, device: Device, tokens: int) -> float:
         context = self.context * min(self.rows, tokens)
-        read = (self.shape.parameters_read + context * self.shape.kv_values_per_token) * self.bytes_per_value
-        work = 2 * self.shape.parameters_read * tokens
-        share = 1 / len(devices)
-        bound = max(
-            max(share * read / (d.memory_bandwidth * MEMORY_EFFICIENCY), share * work / (d.flops * COMPUTE_EFFICIENCY)) for d in devices
+        experts = self.shape.read(tokens) - self.shape.shared
+        values = (self.shape.shared + context * self.shape.kv_values_per_token) / MEMORY_EFFICIENCY + experts / EXPERT_MEMORY_EFFICIENCY
+        return values * self.bytes_per_value / device.memory_bandwidth
+
+    def _computing(self, device: Device, tokens: int) -> float:
+        return 2 * self.shape.active * tokens / (self.rate(device) * COMPUTE_EFFICIENCY)
+
+    def _reducing(self, devices: tuple[Device, ...], tokens: int) -> float:
+        """Seconds of one all-reduce: its latency, and a ring's 2 (n-1)/n of the activations over the slowest joint."""
+        if len(devices) == 1:
+            return 0.0
+        carried = 2 * (1 - 1 / len(devices)) * tokens * self.shape.hidden * self.bytes_per_value
+        return max(
+            ALL_REDUCE_SECONDS.get(d.interconnect, OTHER_ALL_REDUCE_SECONDS) + carried / (d.interconnect_bandwidth or float("inf"))
+            for d in devices
         )
-        reduces = 2 if len(devices) > 1 else 0
-        return bound + self.shape.layers * (LAYER_SECONDS + reduces * ALL_REDUCE_SECONDS) + (tokens - 1) * TOKEN_SECONDS
+
+    def rate(self, device: Device) -> float:
+        """FLOP a second of the type computed in."""
+        return device.flops_fp32 or device.flops if self.fp32 or device.kind == "cpu" else device.flops
 
     def spread(self, devices: tuple[Device, ...], length: int, whole: bool) -> tuple[Device, ...]:
         """The first one, two, ... of `devices` that run it best with room for `length` tokens, or if `whole` the fewest that hold it."""
@@ -94,8 +109,9 @@ def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> 
 
 
 def _forward(option: str, name: str, models: Models, workload: Workload) -> Forward:
-    width = 4 if models.dtype == "float32" else 2
-    return Forward(shape(name, option), width, workload.prompt_tokens + workload.output_tokens // 2, workload.batch_size)
+    fp32 = models.dtype == "float32"
+    context = workload.prompt_tokens + workload.output_tokens // 2
+    return Forward(shape(name, option), 4 if fp32 else 2, context, workload.batch_size, fp32)
 
 
 def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: int) -> Iterator[ForwardLatency]:
@@ -110,12 +126,17 @@ def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: 
         beside = target.footprint(length) if place.overlaps or hardware.shared_memory else 0
         if draft is not None and draft.footprint(length) + beside <= _memory(hardware, devices):
             whole = devices[0].kind != "cpu"
-            yield _table("draft", draft, devices, draft.spread(devices, length, whole))
+            used = draft.spread(devices, length, whole)
+            # On accelerators of its own it stands whole on each, and they share the branches.
+            copies = 1 if place.overlaps or not whole else len(devices) // len(used)
+            yield _table("draft", draft, devices, used, copies)
 
 
-def _table(model: Literal["target", "draft"], forward: Forward, devices: tuple[Device, ...], used: tuple[Device, ...]) -> ForwardLatency:
+def _table(
+    model: Literal["target", "draft"], forward: Forward, devices: tuple[Device, ...], used: tuple[Device, ...], copies: int = 1
+) -> ForwardLatency:
     counts = tuple(sorted({*TOKENS, *MORE_TOKENS, forward.rows}))
-    seconds = tuple(forward.seconds(used, tokens) for tokens in counts)
+    seconds = tuple(forward.seconds(used, -(-tokens // copies)) for tokens in counts)
     return ForwardLatency(model=model, devices=tuple(device.id for device in devices), tokens=counts, seconds=seconds, source="roofline")
 
 
@@ -128,7 +149,7 @@ def _smallest(devices: tuple[Device, ...]) -> int:
 
 
 def _prefill(target: Forward, devices: tuple[Device, ...]) -> float:
-    return 2 * target.shape.parameters_read / (len(devices) * min(device.flops for device in devices) * COMPUTE_EFFICIENCY)
+    return 2 * target.shape.active / (len(devices) * min(target.rate(device) for device in devices) * COMPUTE_EFFICIENCY)
 
 
 def _too_big(hardware: Hardware, models: Models, needed: int) -> str:
@@ -140,10 +161,14 @@ def _too_big(hardware: Hardware, models: Models, needed: int) -> str:
     )
 
 
+def _reduces() -> str:
+    return ", ".join(f"{seconds * 1e6:.0f} us over {name}" for name, seconds in ALL_REDUCE_SECONDS.items())
+
+
 def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance | None) -> tuple[str, ...]:
     latency: tuple[str, ...] = (
         f"latency: computed, not measured; {MEMORY_EFFICIENCY:.0%} of the stated bandwidth, {COMPUTE_EFFICIENCY:.0%} of the FLOP/s, "
-        f"{LAYER_SECONDS * 1e6:.0f} us a layer, {ALL_REDUCE_SECONDS * 1e6:.0f} us an all-reduce, {TOKEN_SECONDS * 1e6:.0f} us a token more",
+        f"{LAYER_SECONDS * 1e6:.0f} us a layer, {_reduces()} an all-reduce, {TOKEN_SECONDS * 1e6:.0f} us a token more",
         f"target: shape from {target.shape.source}; split over any number of devices, also where its heads do not divide",
         "host work of a round: none beside what a layer takes to launch, which the calibration includes",
     )

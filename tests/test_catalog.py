@@ -38,7 +38,11 @@ def test_a_shape_has_the_parameters_that_its_authors_state(name):
     assert row["source"].strip()
     found = shape(name)
     assert found.parameters == pytest.approx(row["billions"] * 1e9, rel=0.005)
-    assert found.parameters_read == found.parameters - (0 if row["tied"] else row["vocab"] * row["hidden"])
+    unread = 0 if row["tied"] else row["vocab"] * row["hidden"]
+    # A forward of very many tokens reads all but an embedding that is no head.
+    assert found.read(1e6) == pytest.approx(found.parameters - unread)
+    assert found.shared <= found.active <= found.read(2) <= found.parameters
+    assert found.read(1) == pytest.approx(found.active)
     assert found.kv_values_per_token > 0
 
 
@@ -73,8 +77,48 @@ def test_the_catalogues_shape_is_that_of_the_model_built_from_its_configuration(
     config.save_pretrained(tmp_path)
     built, listed = shape(str(tmp_path)), shape("Qwen2.5-Coder-0.5B-Instruct")
     assert built.parameters == pytest.approx(listed.parameters, rel=1e-3)
-    assert built.parameters_read == pytest.approx(listed.parameters_read, rel=1e-3)
+    assert built.read() == pytest.approx(listed.read(), rel=1e-3)
     assert (built.layers, built.kv_values_per_token) == (listed.layers, listed.kv_values_per_token)
+
+
+def test_a_mixture_read_from_its_configuration_is_that_of_the_catalogue(tmp_path):
+    from transformers import AutoConfig
+
+    row = catalogue()["Mixtral-8x7B-Instruct-v0.1"]
+    # Three layers of it: the whole would take seconds to count.
+    config = AutoConfig.for_model(
+        "mixtral",
+        hidden_size=row["hidden"],
+        num_hidden_layers=3,
+        num_attention_heads=row["heads"],
+        num_key_value_heads=row["kv_heads"],
+        intermediate_size=row["intermediate"],
+        vocab_size=row["vocab"],
+        num_local_experts=row["experts"],
+        num_experts_per_tok=row["experts_per_token"],
+        tie_word_embeddings=False,
+    )
+    config.save_pretrained(tmp_path)
+    built, listed = shape(str(tmp_path)), shape("Mixtral-8x7B-Instruct-v0.1")
+    assert (built.experts, built.experts_per_token) == (8, 2)
+    assert built.expert * listed.layers == listed.expert * 3
+    assert built.active / built.parameters == pytest.approx(listed.active / listed.parameters, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Mixtral-8x7B-Instruct-v0.1", 12.9), ("Qwen3-30B-A3B", 3.3), ("DeepSeek-V3", 37)])
+def test_a_token_goes_through_as_many_weights_as_the_authors_of_a_mixture_state(name, billions):
+    row = catalogue()[name]
+    # They count the embedding, of which a token reads a row, as active.
+    embedding = row["vocab"] * row["hidden"]
+    assert shape(name).active + embedding == pytest.approx(billions * 1e9, rel=0.05)
+
+
+def test_more_tokens_wake_more_experts_but_never_more_than_there_are():
+    mixture = shape("Qwen3-30B-A3B")
+    reads = [mixture.read(tokens) for tokens in (1, 2, 8, 64, 4096)]
+    assert reads == sorted(reads)
+    assert reads[1] < 2 * reads[0]
+    assert reads[-1] == pytest.approx(mixture.shared + mixture.experts * mixture.expert)
 
 
 def test_a_machine_is_named_by_count_and_accelerator():
