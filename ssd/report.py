@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ssd.pace import pace
 from ssd.specs import Configuration, Placement, Plan, Prediction, Profile
 
 MAX_SHOWN = 4
@@ -11,7 +12,7 @@ MAX_SHOWN = 4
 
 def explain(plan: Plan) -> str:
     """Say in plain text what was chosen, how fast it should be and why, what else there was, and which inputs were measured or assumed."""
-    return "\n".join([*_choice(plan), *_prediction(plan), *_alternatives(plan), *_inputs(plan.profile)])
+    return "\n".join([*_choice(plan), *_prediction(plan), *_alternatives(plan), *_considered(plan), *_changes(plan), *_inputs(plan)])
 
 
 def _choice(plan: Plan) -> Iterator[str]:
@@ -48,6 +49,9 @@ def _prediction(plan: Plan) -> Iterator[str]:
         return
     batch = f" for {plan.workload.batch_size} requests together" if plan.workload.batch_size > 1 else ""
     yield f"  predicted by {predicted.method}: {predicted.tokens_per_second:.1f} tokens/s of decoding{batch}, prefill apart{_cost(plan)}"
+    if predicted.tokens_per_second_between is not None:
+        low, high = predicted.tokens_per_second_between
+        yield f"  between {low:.1f} and {high:.1f} tokens/s 9 times in 10, as far as the inputs' errors are known"
     more = len(plan.placement.devices) - len(plan.placement.target)
     where = f"{_devices(more)} more than the target's" if more else "the same devices"
     yield f"  speed with {where}: {_speedups(predicted.speedup_vs_ar, predicted.speedup_vs_sd)}"
@@ -55,6 +59,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
     yield f"  speed at equal devices, the others free to use all {len(plan.placement.devices)}: {equal}"
     yield from _rates(predicted)
     yield from _times(predicted)
+    yield from _why_lookahead(plan)
     if predicted.critical_batch_size is not None:
         lookup = plan.profile is not None and plan.profile.ngram_accepted
         fast, first = "ngram" if lookup else "none", predicted.critical_batch_size
@@ -78,6 +83,45 @@ def _times(predicted: Prediction) -> Iterator[str]:
     yield f"  a round: {', '.join(parts)}"
 
 
+def _why_lookahead(plan: Plan) -> Iterator[str]:
+    """Why a cache is not built for longer drafts: what one token more would take beside what a round lasts."""
+    its = None if plan.profile is None or plan.mode != "ssd" else pace(plan.profile, plan.placement, "ssd")
+    if its is None or plan.budget:
+        return
+    K, rows = plan.num_speculative_tokens, plan.workload.batch_size
+    branches = max(sum(plan.fan_out_hit), sum(plan.fan_out_miss))
+    lasts, built, longer = its.round_seconds(K, rows), its.build_seconds(K, branches, rows), its.build_seconds(K + 1, branches, rows)
+    verdict = "more than" if longer > lasts else "still within"
+    yield (
+        f"  why K={K}: the cache is built in {K} + 1 draft steps, {_ms(built)} of the {_ms(lasts)} that a round lasts; "
+        f"K={K + 1} would take {_ms(longer)}, {verdict} that"
+    )
+
+
+def _considered(plan: Plan) -> Iterator[str]:
+    if plan.considered:
+        yield "Drafts considered"
+    for each in plan.considered:
+        speed = "" if each.tokens_per_second is None else f"{each.tokens_per_second:.1f} tokens/s: "
+        yield f"  {each.draft}: {speed}{each.best}"
+
+
+def _changes(plan: Plan) -> Iterator[str]:
+    if plan.sensitivity:
+        yield "What would change the choice"
+    for each in plan.sensitivity:
+        ends = [
+            f"{which} {_amount(at, each.unit)} {mode}"
+            for which, at, mode in (("below", each.below, each.becomes_below), ("above", each.above, each.becomes_above))
+            if at is not None
+        ]
+        yield f"  {each.name}, now {_amount(each.value, each.unit)}: {', '.join(ends) or 'nothing within reach'}"
+
+
+def _amount(value: float, unit: str) -> str:
+    return _ms(value) if unit == "s" else f"{value:.2f}"
+
+
 def _alternatives(plan: Plan) -> Iterator[str]:
     if not plan.alternatives:
         return
@@ -90,10 +134,19 @@ def _alternatives(plan: Plan) -> Iterator[str]:
         yield f"  {speed}{describe(other)}"
 
 
-def _inputs(profile: Profile | None) -> Iterator[str]:
+def _inputs(plan: Plan) -> Iterator[str]:
+    for title, lines in provenance(plan).items():
+        yield from (f"{title}:", *(f"  {line}" for line in lines or ["nothing"]))
+
+
+def provenance(plan: Plan) -> dict[str, list[str]]:
+    """What the prediction rests on, in lines: measured, from data sheets, assumed."""
+    profile = plan.profile
     measured, assumed = ([], []) if profile is None else (list(_measured(profile)), list(_assumed(profile)))
-    yield from ("measured:", *(f"  {line}" for line in measured or ["nothing"]))
-    yield from ("assumed:", *(f"  {line}" for line in assumed or ["nothing"]))
+    sheets = dict.fromkeys(f"{device.name}: {device.source}" for device in plan.hardware.devices if device.source)
+    if plan.hardware.is_local:
+        return {"measured": measured, "assumed": assumed}
+    return {"measured": measured, "data sheet": list(sheets), "assumed": assumed}
 
 
 def _measured(profile: Profile) -> Iterator[str]:
@@ -104,7 +157,9 @@ def _measured(profile: Profile) -> Iterator[str]:
         yield f"latency tables: {counts}"
         yield f"link {_ms(profile.link_seconds)} one way, host work {_ms(profile.overhead_seconds)} a round"
     if profile.acceptance_source == "measured":
-        yield f"acceptance {profile.draft_acceptance_rate:.2f} on {profile.prompt_set} prompts"
+        warmth = f" at temperature {profile.temperature:g}" if profile.temperature else ""
+        day = f", {profile.measured_on}" if profile.measured_on else ""
+        yield f"acceptance {profile.draft_acceptance_rate:.2f} on {profile.prompt_set} prompts{warmth}{day}"
     lookups = [accepted for text in profile.ngram_accepted for accepted in text]
     proposed = [accepted for accepted in lookups if accepted >= 0]
     if lookups:
@@ -120,7 +175,7 @@ def _assumed(profile: Profile) -> Iterator[str]:
         yield f"link: {_ms(profile.link_seconds)} one way, from the hardware's description"
     if profile.models.draft is None or profile.traces or any(note.startswith("hits:") for note in profile.notes):
         return
-    yield "hits: published curves of Llama-3.1-70B with Llama-3.2-1B, greedy"
+    yield f"hits: published curves of Llama-3.1-70B with Llama-3.2-1B at temperature {profile.temperature:g}"
     if profile.acceptance_source != "measured" and not any(note.startswith("acceptance:") for note in profile.notes):
         yield f"acceptance {profile.draft_acceptance_rate:.2f} at every position"
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ssd.acceptance import AssumedAcceptance, assumed_acceptance
-from ssd.outcomes import ASSUMED_AFTER_HIT, ASSUMED_AFTER_MISS
+from ssd.outcomes import published_misses
 from ssd.placements import placements
 from ssd.shapes import Shape, shape
-from ssd.specs import Device, ForwardLatency, Hardware, Models, Placement, Profile, Workload
+from ssd.specs import Device, ForwardLatency, Hardware, Models, Profile, Workload
 
 # Shares of the stated rates. Experts are gathered in small pieces; no published figure is bound by arithmetic, so its share is assumed.
 MEMORY_EFFICIENCY = 0.81
@@ -24,6 +24,9 @@ LAYER_SECONDS = 50e-6
 ALL_REDUCE_SECONDS = {"NVLink": 8e-6, "Infinity Fabric": 8e-6, "PCIe": 20e-6}
 OTHER_ALL_REDUCE_SECONDS = 8e-6
 TOKEN_SECONDS = 40e-6
+# Sampling, verdicts and host work of a round that has drafts, beyond what a round of AR takes.
+ROUND_SECONDS = 1e-3
+GIB = 2**30
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)
 # For batches: seconds bend where rows end, which read their own contexts, and where arithmetic begins to bind.
 MORE_TOKENS = (48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2304, 4096, 8192)
@@ -91,20 +94,21 @@ def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> 
     length = workload.prompt_tokens + workload.output_tokens
     forwards = tuple(_tables(hardware, target, draft, length))
     if not any(table.model == "target" for table in forwards):
-        raise ValueError(_too_big(hardware, models, target.footprint(length)))
+        raise ValueError(_too_big(hardware, models, target, target.footprint(length)))
     acceptance = None if models.draft is None else assumed_acceptance(models.target, models.draft, workload)
     first = next(table for table in forwards if table.model == "target")
     return Profile(
         hardware=hardware.name,
         models=models,
         prompt_set=workload.prompt_set,
+        temperature=workload.temperature,
         forwards=forwards,
         prefill_seconds_per_token=_prefill(target, hardware.select(first.devices)),
         draft_acceptance_rate=acceptance.rate if acceptance else 0.0,
         acceptance_source="assumed",
         link_seconds=hardware.link_seconds,
-        overhead_seconds=0.0,
-        notes=_notes(target, draft, acceptance),
+        overhead_seconds=ROUND_SECONDS,
+        notes=(*_notes(target, draft, acceptance, workload), *_memory_notes(hardware, target, draft, first, length)),
     )
 
 
@@ -152,12 +156,15 @@ def _prefill(target: Forward, devices: tuple[Device, ...]) -> float:
     return 2 * target.shape.active / (len(devices) * min(target.rate(device) for device in devices) * COMPUTE_EFFICIENCY)
 
 
-def _too_big(hardware: Hardware, models: Models, needed: int) -> str:
-    all_devices = Placement(target=tuple(device.id for device in hardware.devices))
-    room = _memory(hardware, hardware.select(all_devices.target))
+def _too_big(hardware: Hardware, models: Models, target: Forward, needed: int) -> str:
+    room, last = _memory(hardware, hardware.devices), hardware.devices[-1]
+    enough = -(-needed // _smallest(hardware.devices))
+    fits = (room / needed) * target.shape.parameters / 1e9
+    more = "a machine with more memory" if hardware.shared_memory else f"{enough}x {last.name}"
     return (
-        f"target {models.target!r} needs {needed / 2**30:.1f} GiB and hardware {hardware.name!r} has {room / 2**30:.1f}: "
-        "use more or larger devices, a smaller model, a shorter workload or a smaller batch"
+        f"target {models.target!r} needs {needed / GIB:.1f} GiB and hardware {hardware.name!r} has {room / GIB:.1f}: "
+        f"{(needed - room) / GIB:.1f} GiB are missing; {more} would hold it, and here a target of up to {fits:.0f} billion weights fits; "
+        "a shorter workload or a smaller batch needs less"
     )
 
 
@@ -165,22 +172,36 @@ def _reduces() -> str:
     return ", ".join(f"{seconds * 1e6:.0f} us over {name}" for name, seconds in ALL_REDUCE_SECONDS.items())
 
 
-def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance | None) -> tuple[str, ...]:
+def _memory_notes(hardware: Hardware, target: Forward, draft: Forward | None, first: ForwardLatency, length: int) -> tuple[str, ...]:
+    """Say what is needed where the target has most devices, and what a draft of its own needs."""
+    devices = hardware.select(first.devices)
+    found = [("target", target, f"{len(devices)}x{devices[0].name}", _memory(hardware, devices))]
+    if draft is not None:
+        found.append(("draft", draft, hardware.devices[-1].name, hardware.devices[-1].memory_bytes))
+    return tuple(
+        f"memory: {who} {each.weights() / GIB:.1f} GiB of weights and {(each.footprint(length) - each.weights()) / GIB:.1f} "
+        f"of keys and values in {room / GIB:.1f} of {where}"
+        for who, each, where, room in found
+    )
+
+
+def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance | None, workload: Workload) -> tuple[str, ...]:
     latency: tuple[str, ...] = (
         f"latency: computed, not measured; {MEMORY_EFFICIENCY:.0%} of the stated bandwidth, {COMPUTE_EFFICIENCY:.0%} of the FLOP/s, "
         f"{LAYER_SECONDS * 1e6:.0f} us a layer, {_reduces()} an all-reduce, {TOKEN_SECONDS * 1e6:.0f} us a token more",
         f"target: shape from {target.shape.source}; split over any number of devices, also where its heads do not divide",
-        "host work of a round: none beside what a layer takes to launch, which the calibration includes",
+        f"a round with drafts: {ROUND_SECONDS * 1e3:.0f} ms more than AR's for sampling and host work, which the calibration includes",
     )
     if target.rows > 1:
         latency += (f"batch: {target.rows} rows, each reading its own context; the seconds of a token more were calibrated on some 18",)
     if draft is None or acceptance is None:
         return latency
+    of_hit, of_miss = (published_misses(state, workload.temperature) for state in (True, False))
     return (
         *latency,
         f"draft: shape from {draft.shape.source}; on the fewest accelerators that hold it",
         acceptance.note,
-        f"hits: F cached candidates miss with chance {ASSUMED_AFTER_HIT.c} F^-{ASSUMED_AFTER_HIT.r} after a hit and "
-        f"{ASSUMED_AFTER_MISS.c} F^-{ASSUMED_AFTER_MISS.r} after a miss, as published for Llama-3.1-70B with Llama-3.2-1B, greedy",
+        f"hits: F cached candidates miss with chance {of_hit.c:.2g} F^-{of_hit.r:.2g} after a hit and {of_miss.c:.2g} F^-{of_miss.r:.2g} "
+        f"after a miss, as published for Llama-3.1-70B with Llama-3.2-1B at temperature {workload.temperature:g}",
         "prompt lookup: not measured, so backup ngram is not offered",
     )

@@ -65,8 +65,10 @@ def test_few_tokens_are_bound_by_memory_and_many_by_arithmetic():
 
 def test_wider_values_take_longer():
     models = QWEN.model_copy(update={"dtype": "float32"})
-    for wide, narrow in zip(roofline_profile(H100, models, LOAD).forwards, roofline_profile(H100, QWEN, LOAD).forwards, strict=True):
-        assert wide.devices == narrow.devices
+    # Of the wide target one device is too small.
+    known = {(table.model, table.devices): table for table in roofline_profile(H100, QWEN, LOAD).forwards}
+    for wide in roofline_profile(H100, models, LOAD).forwards:
+        narrow = known[wide.model, wide.devices]
         # Where arithmetic binds, what is read does not matter.
         for tokens, w, n in zip(wide.tokens, wide.seconds, narrow.seconds, strict=True):
             assert w > n if tokens <= max(TOKENS) else w >= n
@@ -83,16 +85,21 @@ def test_everything_assumed_is_said():
     assert profile.acceptance_source == "assumed"
     assert {table.source for table in profile.forwards} == {"roofline"}
     words = "\n".join(profile.notes)
-    for part in ("81%", "50 us a layer", "8 us over NVLink", "acceptance: 0.895", "0.28 F^-0.54", "0.57 F^-0.47", "config.json"):
+    for part in ("81%", "50 us a layer", "8 us over NVLink", "acceptance: 0.903", "0.28 F^-0.54", "0.57 F^-0.47", "config.json"):
         assert part in words
 
 
 def test_acceptance_depends_on_pair_and_prompts():
     code, chat = (ssd.Workload(prompt_set=name) for name in ("code", "chat"))
     known = assumed_acceptance("meta-llama/llama-3.1-70b-instruct", "meta-llama/Llama-3.2-1B-Instruct", code)
-    assert (known.rate, "another pair" in known.note) == (0.895, False)
+    assert (known.rate, "another pair" in known.note) == (0.903, False)
     assert assumed_acceptance(QWEN.target, str(QWEN.draft), code).rate < known.rate
     assert assumed_acceptance(LLAMA.target, str(LLAMA.draft), chat).rate < known.rate
+    # Another draft of a known target is taken to be as good as the known one, until it is measured.
+    other = assumed_acceptance(QWEN.target, "Qwen/Qwen3-1.7B", code)
+    assert (other.rate, other.lent) == (assumed_acceptance(QWEN.target, str(QWEN.draft), code).rate, True)
+    warm = [assumed_acceptance(LLAMA.target, str(LLAMA.draft), ssd.Workload(temperature=T)).rate for T in (0, 0.5, 1)]
+    assert warm == sorted(warm, reverse=True)
     lent = assumed_acceptance("a/b", "c/d", code)
     assert (lent.rate, "another pair" in lent.note) == (known.rate, True)
 
