@@ -31,7 +31,7 @@ def assumed_acceptance(target: str, draft: str, workload: Workload) -> AssumedAc
     pair = found or next((pair for pair in known if pair.lower().startswith(f"{_last(target)} + ".lower())), next(iter(known)))
     kind = workload.prompt_set if workload.prompt_set in known[pair] else "code"
     greedy = float(known[pair][kind])
-    rate = round(greedy * float(np.interp(workload.temperature, *zip(*FALL.items(), strict=True))), 3)
+    rate = round(greedy * float(np.interp(workload.temperature, list(FALL), list(FALL.values()))), 3)
     lent = "" if found else ", another pair: profile yours before you rely on it"
     warmer = f" ({greedy} greedily, falling as that of Llama-3.1-70B did)" if workload.temperature else ""
     where = f"{rate} at every position of {kind} prompts"

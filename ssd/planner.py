@@ -279,7 +279,9 @@ class _Task:
         """What it is compared with, the best of each mode and placement, then the runners-up, while there is room; ranked together."""
         ranked = sorted((p for p in played if p is not best), key=lambda p: -self._value(p))
         used = best.configuration.placement
-        baselines, leaders, seen = [], [], {_kind(best)}
+        baselines: list[Played] = []
+        leaders: list[Played] = []
+        seen = {_kind(best)}
         for p in ranked:
             if _kind(p) in seen:
                 continue

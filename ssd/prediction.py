@@ -62,7 +62,7 @@ class Played:
 
 def play(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload, tokens: int = SIMULATED_TOKENS) -> Played:
     """Simulate `tokens` tokens in requests of the workload's lengths, a batch at a time; those before their first token are not timed."""
-    result = simulate(_scenario(configuration, pace, outcomes, workload, tokens))
+    result = simulate(scenario(configuration, pace, outcomes, workload, tokens))
     metrics, rows = result.metrics, workload.batch_size
     return Played(
         configuration,
@@ -138,7 +138,8 @@ def predicted(
     return configuration.model_copy(update={"predicted": prediction})
 
 
-def _scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload, tokens: int) -> Scenario:
+def scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload, tokens: int) -> Scenario:
+    """Return what the simulator is asked: as many requests of the workload's lengths as have so many tokens."""
     drafts = configuration.mode != "ar"
     rows = workload.batch_size
     tokens = tokens if drafts or rows > 1 else SIMULATED_TOKENS_AR

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ssd.pace import pace
-from ssd.specs import Configuration, Placement, Plan, Prediction, Profile
+from ssd.specs import Configuration, Hardware, Placement, Plan, Prediction, Profile
 
 MAX_SHOWN = 4
+# What a profile notes that follows from data sheets and configurations alone.
+STATED = ("target: shape", "draft: shape", "memory:")
 
 
 def explain(plan: Plan) -> str:
@@ -146,7 +148,8 @@ def provenance(plan: Plan) -> dict[str, list[str]]:
     sheets = dict.fromkeys(f"{device.name}: {device.source}" for device in plan.hardware.devices if device.source)
     if plan.hardware.is_local:
         return {"measured": measured, "assumed": assumed}
-    return {"measured": measured, "data sheet": list(sheets), "assumed": assumed}
+    stated = [line for line in assumed if line.startswith(STATED)]
+    return {"measured": measured, "data sheet": [*sheets, *stated], "assumed": [line for line in assumed if line not in stated]}
 
 
 def _measured(profile: Profile) -> Iterator[str]:
@@ -181,11 +184,17 @@ def _assumed(profile: Profile) -> Iterator[str]:
 
 
 def _cost(plan: Plan) -> str:
-    prices = [device.price_per_hour for device in plan.hardware.select(plan.placement.devices)]
+    cost = cost_per_million(plan, plan.hardware)
+    return "" if cost is None else f", ${cost:.2f} a million tokens"
+
+
+def cost_per_million(configuration: Configuration, hardware: Hardware) -> float | None:
+    """Return what a million output tokens cost in dollars, none where a device has no price or nothing is predicted."""
+    prices = [device.price_per_hour for device in hardware.select(configuration.placement.devices)]
     known = [price for price in prices if price is not None]
-    if plan.predicted is None or len(known) < len(prices) or not plan.predicted.tokens_per_second:
-        return ""
-    return f", ${sum(known) / 3600 / plan.predicted.tokens_per_second * 1e6:.2f} a million tokens"
+    if configuration.predicted is None or len(known) < len(prices) or not configuration.predicted.tokens_per_second:
+        return None
+    return sum(known) / 3600 / configuration.predicted.tokens_per_second * 1e6
 
 
 def _speedups(ar: float, sd: float | None) -> str:
