@@ -112,6 +112,29 @@ def _local_cores() -> Hardware:
     return Hardware(name=f"{len(cores)} cores of {name}", devices=devices, shared_memory=True, is_local=True)
 
 
+def check_here(hardware: Hardware) -> None:
+    """Refuse hardware that is not this machine; of what was typed by hand only the ids tell, which the engine looks at."""
+    if not hardware.is_local:
+        raise ValueError(f"the plan is for hardware {hardware.name!r}, not for this machine: plan again with Hardware.local()")
+    for device in hardware.devices:
+        name = _name_here(device) if device.source == PROBED else device.name
+        if name != device.name:
+            raise ValueError(
+                f"the plan was made where {device.id} is {device.name!r}, here it is {name!r}: it is of another machine; "
+                "profile and plan again"
+            )
+
+
+def _name_here(device: Device) -> str:
+    """What the device with this id is called on this machine; the engine refuses one that is not there."""
+    if device.kind == "cpu":
+        return _cpu_name()
+    import torch
+
+    index = int(device.id.split(":")[1])
+    return torch.cuda.get_device_name(index) if index < torch.cuda.device_count() else device.name
+
+
 def _rates(device: Any, dtype: Any) -> tuple[float, float]:
     """Return memory bandwidth in bytes a second, of reading or of copying, and matrix rate in FLOP a second, the best of a few tries."""
     import torch

@@ -168,3 +168,34 @@ def test_this_machine_is_its_cores_unless_it_has_two_accelerators():
     assert all(device.memory_bandwidth > 1e8 and device.flops > 1e8 for device in hardware.devices)
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (threads, affinity)
     assert ssd.Hardware.model_validate_json(hardware.model_dump_json()) == hardware
+
+
+def test_a_plan_for_another_machine_is_refused_before_anything_is_loaded():
+    named = ssd.Hardware.named("2xEPYC-9654")
+    place = ssd.Placement(target=("cpu:0",))
+    plan = ssd.Plan(mode="ar", placement=place, hardware=named, models=ssd.Models(target="./nowhere"))
+    with pytest.raises(ValueError, match="for hardware '2xEPYC-9654', not for this machine: plan again"):
+        ssd.Engine.from_plan(plan)
+    here = ssd.Hardware.local()
+    if here.devices[0].kind == "cpu":
+        moved = tuple(device.model_copy(update={"name": "Another CPU"}) for device in here.devices)
+        first = ssd.Placement(target=(here.devices[0].id,))
+        plan = ssd.Plan(
+            mode="ar", placement=first, hardware=here.model_copy(update={"devices": moved}), models=ssd.Models(target="./nowhere")
+        )
+        with pytest.raises(ValueError, match=r"was made where cpu:.* is 'Another CPU', here it is .*: it is of another machine"):
+            ssd.Engine.from_plan(plan)
+        # Of this machine it gets as far as the model.
+        with pytest.raises(ValueError, match="no such folder"):
+            ssd.Engine.from_plan(plan.model_copy(update={"hardware": here}))
+
+
+def test_a_saved_plan_on_a_core_that_is_not_ours_is_refused(tmp_path, tiny_pair):
+    from tests.plans import two_cores
+
+    forbidden = two_cores().devices[0].model_copy(update={"id": "cpu:9999"})
+    hardware = two_cores().model_copy(update={"devices": (forbidden,)})
+    plan = ssd.Plan(mode="ar", placement=ssd.Placement(target=("cpu:9999",)), hardware=hardware, models=ssd.Models(target=tiny_pair[0]))
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"placement.target=\('cpu:9999',\): this process may not run there .*; it has cpu:"):
+        ssd.Engine.from_plan(ssd.Plan.load(tmp_path / "plan.json"))
