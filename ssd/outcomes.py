@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from sim import outcomes as sim_outcomes
-from ssd.specs import Profile
+from ssd.specs import Profile, Verification
 from theory.acceptance import accepted_length_law, expected_tokens_of
 from theory.check import FloatArray, IntArray
 from theory.hits import PowerLaw
@@ -81,9 +82,13 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Traced:
-    """Recorded texts: for each, the rank of every token among the draft's choices (sim.outcomes.Trace)."""
+    """Recorded texts: for each, the rank of every token among the draft's choices (sim.outcomes.Trace).
+
+    ends: where other than `ranks`, those of tokens before which a whole draft was accepted (ssd.scoring).
+    """
 
     ranks: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...] = ()
 
     @property
     def longest(self) -> int:
@@ -101,8 +106,12 @@ class Traced:
         return (*[_curve(ranks[accepted < K])] * K, _curve(ranks[accepted == K]))
 
     def simulated(self) -> sim_outcomes.Outcomes:
-        """The texts, read from random beginnings."""
-        return sim_outcomes.Trace(self.ranks)
+        """The texts, one after another in random order."""
+        return _Read(self.ranks, self.ends) if self.ends else sim_outcomes.Trace(self.ranks)
+
+    def some(self, texts: Sequence[int]) -> Traced:
+        """Those with these indices, which may repeat."""
+        return Traced(tuple(self.ranks[i] for i in texts), tuple(self.ends[i] for i in texts) if self.ends else ())
 
     def at(self, alpha: float) -> Traced:
         """The same texts with tokens struck out, or others taken as accepted, at random until so many are."""
@@ -124,13 +133,50 @@ class Traced:
 
     def _rounds(self, K: int) -> tuple[IntArray, IntArray]:
         if K not in self._read:
-            accepted, ranks = zip(*sim_outcomes.rounds_of(self.ranks, K), strict=True)
+            rounds = _rounds_of(self.ranks, self.ends, K) if self.ends else sim_outcomes.rounds_of(self.ranks, K)
+            accepted, ranks = zip(*rounds, strict=True)
             self._read[K] = np.asarray(accepted, dtype=np.intp), np.asarray(ranks, dtype=np.intp)
         return self._read[K]
 
     @cached_property
     def _read(self) -> dict[int, tuple[IntArray, IntArray]]:
         return {}
+
+
+def _outcome(ranks: tuple[int, ...], ends: tuple[int, ...], place: int, drafted: int) -> sim_outcomes.Outcome:
+    """The outcome of a round whose first drafted token stands at `place`, with a rank of its own after full acceptance."""
+    accepted, rank = sim_outcomes.outcome_at(ranks, place, drafted)
+    return accepted, ends[place + accepted] if accepted == drafted and place + accepted < len(ends) else rank
+
+
+def _rounds_of(texts: Sequence[tuple[int, ...]], ends: Sequence[tuple[int, ...]], K: int) -> Iterator[sim_outcomes.Outcome]:
+    """As sim.outcomes.rounds_of."""
+    for ranks, at_end in zip(texts, ends, strict=True):
+        for place in range(min(K + 1, len(ranks))):
+            while place + K < len(ranks):
+                yield (found := _outcome(ranks, at_end, place, K))
+                place += found[0] + 1
+
+
+@dataclass(frozen=True)
+class _Read:
+    """As sim.outcomes.Trace, of texts that were sampled."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    def start(self, rng: np.random.Generator) -> sim_outcomes.Draw:
+        text, place = int(rng.integers(len(self.ranks))), 0
+
+        def draw(drafted: int, hit: bool) -> sim_outcomes.Outcome:
+            nonlocal text, place
+            if place + drafted >= len(self.ranks[text]):
+                text, place = int(rng.integers(len(self.ranks))), 0
+            outcome = _outcome(self.ranks[text], self.ends[text], place, drafted)
+            place += outcome[0] + 1
+            return outcome
+
+        return draw
 
 
 @dataclass(frozen=True)
@@ -159,12 +205,16 @@ class Assumed:
         return replace(self, alpha=alpha)
 
 
-def outcome_model(profile: Profile) -> OutcomeModel:
-    """Return the profile's recorded texts, or where it has none of two tokens the published hit curves at its acceptance rate."""
+def outcome_model(profile: Profile, verification: Verification = "rejection") -> OutcomeModel:
+    """Return the profile's recorded texts, or where it has none of two tokens the published hit curves at its acceptance rate.
+
+    verification: how drafts are verified; of sampled texts coupling reads the ranks under the noise that both sides share.
+    """
     texts = tuple(text for text in profile.traces if text)
+    ends = tuple(text for text in profile.end_traces if text)
     if max(map(len, texts), default=0) < 2:
         return Assumed(profile.draft_acceptance_rate, temperature=profile.temperature)
-    return Traced(texts)
+    return Traced(texts, ends) if verification == "rejection" else Traced(ends or texts)
 
 
 def published_misses(after_hit: bool, temperature: float) -> PowerLaw:

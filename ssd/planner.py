@@ -15,7 +15,7 @@ from ssd.placements import placements
 from ssd.prediction import SCREENED_TOKENS, SIMULATED_ROWS, SIMULATED_TOKENS, Played, play, predicted, reckon
 from ssd.report import describe
 from ssd.search import Search
-from ssd.specs import Backup, Configuration, Considered, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Workload
+from ssd.specs import Backup, Configuration, Considered, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Verification, Workload
 from ssd.uncertainty import SIMPLEST, TIE, Doubt, sensitivity
 
 # Of what theory ranks of SSD at all placements, so many are simulated for a short while, and so many of these for long.
@@ -102,9 +102,27 @@ def _of_pair(
         from ssd.profiler import profile as measure
 
         profile = measure(hardware, models, workload)
+    found = _verified(hardware, models, workload, objective, profile, mode, "rejection")
+    if profile is None or not profile.end_traces or (found.mode == "ar" and mode is None):
+        return found
+    coupled = _verified(hardware, models, workload, objective, profile, mode, "coupled")
+    # Rejection is at home everywhere: coupling must be ahead.
+    ahead = _worth(coupled, hardware, objective) > _worth(found, hardware, objective) * (1 + TIE)
+    return coupled if ahead and coupled.mode != "ar" else found
+
+
+def _verified(
+    hardware: Hardware,
+    models: Models,
+    workload: Workload,
+    objective: Objective,
+    profile: Profile | None,
+    mode: Mode | None,
+    verification: Verification,
+) -> Plan:
     limit, reached = workload.max_seconds_per_token, inf
     for load in _loads(workload):
-        task = _Task(hardware, models, load, objective, profile or _computed(hardware, models, load), mode)
+        task = _Task(hardware, models, load, objective, profile or _computed(hardware, models, load), mode, verification)
         least = task.least_seconds_per_token
         if limit is None or least < limit * (1 + THEORY_ERROR):
             played = task.played()
@@ -199,6 +217,7 @@ class _Task:
     objective: Objective
     profile: Profile
     mode: Mode | None
+    verification: Verification = "rejection"
 
     def __post_init__(self) -> None:
         _check_profile(self.profile, self.hardware, self.models, self.workload)
@@ -213,7 +232,7 @@ class _Task:
     @cached_property
     def outcomes(self) -> OutcomeModel:
         """What the target decides."""
-        return outcome_model(self.profile)
+        return outcome_model(self.profile, self.verification)
 
     @cached_property
     def search(self) -> Search:
@@ -226,6 +245,11 @@ class _Task:
         rows = self.workload.batch_size
         drafted = [0, *self.search.lookaheads]
         return min(its.round_seconds(K, rows) / (K + 1) for mode, its in self.paces for K in (drafted if mode != "ar" else [0]))
+
+    @property
+    def _is_calibrated(self) -> bool:
+        """Whether the draft's confidence is known, as it is after greedy texts."""
+        return bool(self.profile.calibration) and self.profile.temperature == 0
 
     def eligible(self, played: Sequence[Played]) -> list[Played]:
         """Those of the mode that was asked for."""
@@ -256,6 +280,12 @@ class _Task:
         chosen = predicted(best, played, doubt, best.critical_batch_size(self.search))
         rest = tuple(predicted(p, played, doubt) for p in self._rest(best, played))
         fields = {name: getattr(chosen, name) for name in Configuration.model_fields}
+        if chosen.mode != "ar":
+            fields["verification"] = self.verification
+        if chosen.mode == "ssd" and self._is_calibrated:
+            # In every table of docs/policies.md the adaptive choice hits no less than lists of as many outcomes, by which it is predicted.
+            fields |= {"fan_out_hit": (), "fan_out_miss": (), "budget": sum(chosen.fan_out_hit)}
+            rest = (chosen, *rest)
         return Plan(
             **fields,
             hardware=self.hardware,

@@ -21,7 +21,9 @@ def _choice(plan: Plan) -> Iterator[str]:
     pair = plan.models.target if plan.models.draft is None else f"{plan.models.target} with draft {plan.models.draft}"
     yield f"Plan for {pair} on {plan.hardware.name}"
     yield f"  chosen for {plan.objective}: {describe(plan)}"
-    if plan.mode == "ssd":
+    if plan.budget:
+        yield "  outcomes cached: each round those most probable by the draft's calibrated confidence; predicted as lists of as many do"
+    elif plan.mode == "ssd":
         lists = f"{_list(plan.fan_out_hit)} after a hit, {_list(plan.fan_out_miss)} after a miss"
         yield f"  outcomes cached with 0..{plan.num_speculative_tokens} accepted: {lists}"
 
@@ -32,8 +34,11 @@ def describe(configuration: Configuration) -> str:
     if configuration.mode != "ar":
         parts.append(f"K={configuration.num_speculative_tokens}")
     if configuration.mode == "ssd":
-        outcomes = sum(configuration.fan_out_hit)
-        parts.append(f"{outcomes} cached outcome{'s' * (outcomes != 1)}, backup {configuration.backup}")
+        outcomes = configuration.budget or sum(configuration.fan_out_hit)
+        parts.append(f"{outcomes} cached outcome{'s' * (outcomes != 1)}{' chosen anew' * bool(configuration.budget)}")
+        parts.append(f"backup {configuration.backup}")
+    if configuration.verification == "coupled":
+        parts.append("coupled")
     return ", ".join([*parts, _where(configuration.placement)])
 
 
@@ -88,10 +93,10 @@ def _times(predicted: Prediction) -> Iterator[str]:
 def _why_lookahead(plan: Plan) -> Iterator[str]:
     """Why a cache is not built for longer drafts: what one token more would take beside what a round lasts."""
     its = None if plan.profile is None or plan.mode != "ssd" else pace(plan.profile, plan.placement, "ssd")
-    if its is None or plan.budget:
+    if its is None:
         return
     K, rows = plan.num_speculative_tokens, plan.workload.batch_size
-    branches = max(sum(plan.fan_out_hit), sum(plan.fan_out_miss))
+    branches = plan.budget or max(sum(plan.fan_out_hit), sum(plan.fan_out_miss))
     lasts, built, longer = its.round_seconds(K, rows), its.build_seconds(K, branches, rows), its.build_seconds(K + 1, branches, rows)
     verdict = "more than" if longer > lasts else "still within"
     yield (

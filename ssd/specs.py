@@ -271,7 +271,14 @@ class Profile(Spec):
     forwards: tuple[ForwardLatency, ...] = Field(description="latency tables (list)")
     prefill_seconds_per_token: float = Field(ge=0, description="target's prefill, seconds per prompt token")
     traces: tuple[tuple[int, ...], ...] = Field(
-        (), description="for each prompt, the rank of every output token among the draft's choices, 1 being its own (rank)"
+        (),
+        description="for each prompt, the rank of every output token among the draft's choices, 1 being its own and accepted; above "
+        "temperature 0 one more than its rank among the candidates for the bonus where it was not (rank)",
+    )
+    end_traces: tuple[tuple[int, ...], ...] = Field(
+        (),
+        description="above temperature 0, for each trace the rank of every token where all draft tokens before it were accepted, under the "
+        "noise that it was drawn with; 1 is what coupling accepts (rank)",
     )
     ngram_accepted: tuple[tuple[Annotated[int, Field(ge=-1)], ...], ...] = Field(
         (),
@@ -289,7 +296,10 @@ class Profile(Spec):
 
     @model_validator(mode="after")
     def _lookups_match_traces(self) -> Self:
-        lengths, known = [len(text) for text in self.ngram_accepted], [len(text) for text in self.traces]
+        known = [len(text) for text in self.traces]
+        if self.end_traces and [len(text) for text in self.end_traces] != known:
+            raise ValueError(f"end_traces must have a rank for each in traces, texts of {known} tokens: give them so, or leave them out")
+        lengths = [len(text) for text in self.ngram_accepted]
         if lengths and lengths != known:
             raise ValueError(f"ngram_accepted has texts of {lengths} tokens, traces of {known}: give one entry for each, or leave it out")
         return self

@@ -65,7 +65,7 @@ class Doubt:
         if isinstance(outcomes, Traced):
             rng, count = np.random.default_rng(SEED), len(outcomes.ranks)
             draws = rng.integers(count, size=(RESAMPLED, count))
-            return [self.search.of(replace(outcomes, ranks=tuple(outcomes.ranks[i] for i in draw))) for draw in draws]
+            return [self.search.of(outcomes.some(draw.tolist())) for draw in draws]
         lent = any("another pair" in note for note in self.profile.notes)
         error = LENT_ERROR if lent else PUBLISHED_ERROR
         return [self.search.of(outcomes.at(min(max(outcomes.alpha + by, 0.01), 0.99))) for by in (-error, error)]

@@ -78,6 +78,12 @@ def test_a_target_alone_and_a_batch_have_their_pages():
     assert "requests together" in page(made(workload=ssd.Workload(batch_size=4)))
 
 
+def test_outcomes_chosen_anew_are_shown_as_lists_of_as_many():
+    plan = made(mode="ssd")
+    adaptive = plan.model_copy(update={"budget": sum(plan.fan_out_hit), "fan_out_hit": (), "fan_out_miss": ()})
+    assert "chosen anew" in page(adaptive)
+
+
 def test_names_are_text_not_markup():
     models = ssd.Models(target="<b>x</b>", draft="draft")
     assert "<b>x</b>" not in page(ssd.plan(TWO, models, profile=synthetic(TWO, models)))

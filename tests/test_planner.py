@@ -428,3 +428,15 @@ def test_two_devices_hold_two_copies_of_a_draft_that_share_the_branches():
         assert shared <= alone
         if tokens > 1 and tokens % 2 == 0 and tokens // 2 in one.tokens:
             assert shared == one.seconds[one.tokens.index(tokens // 2)]
+
+
+def test_where_confidence_is_calibrated_outcomes_are_chosen_anew_each_round():
+    counts = (5.0,) * 18
+    known = synthetic(TWO, traces=texts(0.8)).model_copy(
+        update={"calibration": (ssd.specs.Calibrated(kind="greedy sent", trials=counts, successes=counts),)}
+    )
+    plan = ssd.plan(TWO, PAIR, LONG, profile=known, mode="ssd")
+    lists = plan.alternatives[0]
+    assert (plan.fan_out_hit, plan.budget) == ((), sum(lists.fan_out_hit))
+    assert plan.predicted == lists.predicted
+    assert f"{plan.budget} cached outcomes chosen anew" in plan.explain()
