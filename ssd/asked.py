@@ -12,7 +12,9 @@ import typer
 
 SHARED: dict[str, Any] = {
     "target": Annotated[str | None, typer.Option(help="Model whose text is wanted: hub id, folder or .gguf. [default: the embedded pair]")],
-    "draft": Annotated[str | None, typer.Option(help="Model that proposes tokens; none for AR only.")],
+    "draft": Annotated[
+        list[str] | None, typer.Option(help="Model that proposes tokens; none for AR only. Given several times, the best is chosen.")
+    ],
     "hardware": Annotated[str | None, typer.Option(help="local, a name such as 5xH100-SXM, or a .json file. [default: local]")],
     "mode": Annotated[str | None, typer.Option(help="Force ar, sd or ssd. [default: the planner's choice]")],
     "max_model_len": Annotated[int | None, typer.Option(help="Prompt and output together, tokens.")],
@@ -23,6 +25,13 @@ SHARED: dict[str, Any] = {
     "prompt_tokens": Annotated[int | None, typer.Option(help="Length of a prompt to plan for, tokens.")],
     "output_tokens": Annotated[int | None, typer.Option(help="Length of an output, tokens.")],
     "batch_size": Annotated[int | None, typer.Option(help="Requests to plan for that are decoded together. [default: 1]")],
+    "temperature": Annotated[float | None, typer.Option(help="Sampling temperature to plan for. [default: 0]")],
+    "max_seconds_per_token": Annotated[
+        float | None,
+        typer.Option(
+            help="Bearable seconds between a request's tokens, for --objective throughput or cost: plan as many requests together."
+        ),
+    ],
     "prompt_set": Annotated[str | None, typer.Option(help="Prompts to measure on: code, chat or library. [default: code]")],
     "objective": Annotated[str | None, typer.Option(help="latency, throughput or cost. [default: latency]")],
     "profile": Annotated[Path | None, typer.Option(help="Measured latency and acceptance, from `ssd profile`.", show_default=False)],
@@ -40,12 +49,12 @@ TYPED = ("num_speculative_tokens", "fan_out", "budget", "building", "backup")
 PLANNING = tuple(name for name in SHARED if name not in TYPED)
 MEASURING = (
     *("target", "draft", "hardware", "max_model_len", "dtype", "draft_weights"),
-    *("prompt_tokens", "output_tokens", "batch_size", "prompt_set"),
+    *("prompt_tokens", "output_tokens", "batch_size", "temperature", "prompt_set"),
 )
-# What generates decodes one request at a time.
-RUNNING = tuple(name for name in SHARED if name != "batch_size")
+# What generates decodes one request at a time, at the temperature that it is given.
+RUNNING = tuple(name for name in SHARED if name not in ("batch_size", "temperature", "max_seconds_per_token"))
 # A benchmark has lists of these of its own.
-AXES = ("prompt_tokens", "batch_size", "num_speculative_tokens", "budget")
+AXES = ("prompt_tokens", "batch_size", "temperature", "num_speculative_tokens", "budget")
 BENCHING = tuple(name for name in SHARED if name not in AXES)
 
 
@@ -54,7 +63,7 @@ class Asked:
     """The options that commands share, None where one was not given."""
 
     target: str | None = None
-    draft: str | None = None
+    draft: list[str] | None = None
     hardware: str | None = None
     mode: str | None = None
     max_model_len: int | None = None
@@ -63,6 +72,8 @@ class Asked:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     batch_size: int | None = None
+    temperature: float | None = None
+    max_seconds_per_token: float | None = None
     prompt_set: str | None = None
     objective: str | None = None
     profile: Path | None = None

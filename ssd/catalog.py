@@ -17,11 +17,12 @@ from ssd.tables import read_table
 MAX_COUNT = 64
 # Read in passes much longer than a cache, and multiplied in blocks that fit one.
 READ_FLOATS, MATRIX, REPEATS = 1 << 25, 512, 5
+PROBED = "memory as the system tells, rates as measured on this machine"
 
 
 @cache
 def accelerators() -> dict[str, dict[str, Any]]:
-    """Return the accelerators that `named_hardware` knows: name to memory (GB), bandwidth (TB/s), dense bf16 rate (TFLOP/s) and source."""
+    """Return what `named_hardware` knows: name to memory (GB), bandwidth (TB/s), dense rates (TFLOP/s), interconnect, price and sources."""
     return read_table("accelerators.toml")
 
 
@@ -29,7 +30,7 @@ def named_hardware(description: str) -> Hardware:
     """Return the machine that `description` names, such as `5xH100-SXM` or `4xH100-SXM + 1xL40S`; devices are cuda:0, cuda:1, ..."""
     parts = [_part(description, part.strip()) for part in description.split("+")]
     names = [name for count, name in parts for _ in range(count)]
-    devices = tuple(_accelerator(f"cuda:{index}", name) for index, name in enumerate(names))
+    devices = tuple(_accelerator(index, name) for index, name in enumerate(names))
     return Hardware(name=" + ".join(f"{count}x{name}" for count, name in parts), devices=devices)
 
 
@@ -47,18 +48,25 @@ def _known_name(description: str, name: str) -> str:
     known = {key.lower(): key for key in accelerators()}
     if name.lower() in known:
         return known[name.lower()]
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
-    raise ValueError(f"hardware={description!r}: {name!r} is unknown, nearest is {known[near]!r}; known are {', '.join(accelerators())}")
+    near = ", ".join(repr(known[found]) for found in difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.0))
+    raise ValueError(f"hardware={description!r}: {name!r} is unknown, nearest are {near}; known are {', '.join(accelerators())}")
 
 
-def _accelerator(device_id: str, name: str) -> Device:
+def _accelerator(index: int, name: str) -> Device:
     row = accelerators()[name]
+    rate = row.get("interconnect_rate")
     return Device(
-        id=device_id,
+        id=f"{row.get('kind', 'cuda')}:{index}",
         name=name,
         memory_bytes=round(row["memory"] * 1e9),
         memory_bandwidth=row["bandwidth"] * 1e12,
-        flops=row["flops"] * 1e12,
+        flops=row["bf16"] * 1e12,
+        flops_fp32=row["fp32"] * 1e12,
+        interconnect=row.get("interconnect", ""),
+        # Stated of both ways together.
+        interconnect_bandwidth=None if rate is None else rate / 2 * 1e9,
+        price_per_hour=row.get("price"),
+        source="; price: ".join([row["source"], *([row["priced"]] if "price" in row else [])]),
     )
 
 
@@ -78,7 +86,14 @@ def _local_accelerators(count: int) -> Hardware:
         properties = torch.cuda.get_device_properties(index)
         bandwidth, flops = _rates(torch.device("cuda", index), torch.bfloat16)
         devices.append(
-            Device(id=f"cuda:{index}", name=properties.name, memory_bytes=properties.total_memory, memory_bandwidth=bandwidth, flops=flops)
+            Device(
+                id=f"cuda:{index}",
+                name=properties.name,
+                memory_bytes=properties.total_memory,
+                memory_bandwidth=bandwidth,
+                flops=flops,
+                source=PROBED,
+            )
         )
     return Hardware(name=f"{count}x{devices[0].name}", devices=tuple(devices), is_local=True)
 
@@ -92,20 +107,46 @@ def _local_cores() -> Hardware:
     with pinned((f"cpu:{cores[-1]}",)):
         bandwidth, flops = _rates(torch.device("cpu"), torch.float32)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    devices = tuple(Device(id=f"cpu:{core}", name=name, memory_bytes=memory, memory_bandwidth=bandwidth, flops=flops) for core in cores)
+    known = {"name": name, "memory_bytes": memory, "memory_bandwidth": bandwidth, "flops": flops, "source": PROBED}
+    devices = tuple(Device(id=f"cpu:{core}", **known) for core in cores)
     return Hardware(name=f"{len(cores)} cores of {name}", devices=devices, shared_memory=True, is_local=True)
 
 
+def check_here(hardware: Hardware) -> None:
+    """Refuse hardware that is not this machine; of what was typed by hand only the ids tell, which the engine looks at."""
+    if not hardware.is_local:
+        raise ValueError(f"the plan is for hardware {hardware.name!r}, not for this machine: plan again with Hardware.local()")
+    for device in hardware.devices:
+        name = _name_here(device) if device.source == PROBED else device.name
+        if name != device.name:
+            raise ValueError(
+                f"the plan was made where {device.id} is {device.name!r}, here it is {name!r}: it is of another machine; "
+                "profile and plan again"
+            )
+
+
+def _name_here(device: Device) -> str:
+    """What the device with this id is called on this machine; the engine refuses one that is not there."""
+    if device.kind == "cpu":
+        return _cpu_name()
+    import torch
+
+    index = int(device.id.split(":")[1])
+    return torch.cuda.get_device_name(index) if index < torch.cuda.device_count() else device.name
+
+
 def _rates(device: Any, dtype: Any) -> tuple[float, float]:
-    """Return read bandwidth in bytes a second and matrix rate in FLOP a second, the best of a few tries."""
+    """Return memory bandwidth in bytes a second, of reading or of copying, and matrix rate in FLOP a second, the best of a few tries."""
     import torch
 
     size = MATRIX if device.type == "cpu" else 16 * MATRIX
     data = torch.ones(READ_FLOATS, device=device)
+    halves = data.view(2, -1)
     square = torch.ones(size, size, device=device, dtype=dtype)
-    read = min(_seconds(data.sum) for _ in range(REPEATS))
+    # Adding up may be slower than memory, copying reads and writes: the faster is the nearer to what memory gives.
+    moved = min(_seconds(work) for work in (data.sum, lambda: halves[0].copy_(halves[1])) for _ in range(REPEATS))
     multiply = min(_seconds(lambda: square @ square) for _ in range(REPEATS))
-    return data.nbytes / read, 2 * size**3 / multiply
+    return data.nbytes / moved, 2 * size**3 / multiply
 
 
 def _seconds(work: Any) -> float:

@@ -51,7 +51,12 @@ def ssd(show_version: Annotated[bool, typer.Option("--version", is_eager=True, h
 
 @app.command()
 @takes(*PLANNING)
-def plan(asked: Asked, save: Save = None, as_json: Json = False) -> None:
+def plan(
+    asked: Asked,
+    report: Annotated[Path | None, typer.Option(help="Write a page with charts to this .html file; it opens anywhere, offline.")] = None,
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
     """Say whether and how speculation pays on given hardware."""
     from ssd.options import plan_for
 
@@ -61,6 +66,10 @@ def plan(asked: Asked, save: Save = None, as_json: Json = False) -> None:
         found = plan_for(asked, tell)
     if save is not None:
         _write(save, found.model_dump_json(indent=2))
+    if report is not None:
+        from ssd.page import page
+
+        _write(report, page(found))
     print(found.model_dump_json(indent=2) if as_json else found.explain())
 
 
@@ -71,8 +80,9 @@ def profile(asked: Asked, save: Save = None, as_json: Json = False) -> None:
 
     Latency tables and acceptance as JSON, to --save or else to stdout.
     """
-    from ssd.options import hardware_for, models_for, workload_for
+    from ssd.options import hardware_for, models_for, one_draft, workload_for
 
+    one_draft(asked)
     hardware, models, workload = hardware_for(asked), models_for(asked), workload_for(asked)
     _refuse(not hardware.is_local, f"--hardware={asked.hardware!r}", "is another machine: leave it out to measure this one")
     from ssd.profiler import profile as measure

@@ -78,11 +78,21 @@ class Source:
         """Longest context in tokens."""
         return int(getattr(self.config, "max_position_embeddings", DEFAULT_MAX_MODEL_LEN))
 
-    @cached_property
+    @property
     def parameters(self) -> int:
         """Number of weights, counted without allocating them."""
+        return sum(count for _, count in self._weights)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of those that belong to experts of which a token takes some; 0 in a dense model."""
+        return sum(count for name, count in self._weights if ".experts." in name)
+
+    @cached_property
+    def _weights(self) -> list[tuple[str, int]]:
         with torch.device("meta"):
-            return sum(p.numel() for p in AutoModelForCausalLM.from_config(self.config).parameters())  # type: ignore[no-untyped-call]
+            module = AutoModelForCausalLM.from_config(self.config)  # type: ignore[no-untyped-call]
+        return [(name, weight.numel()) for name, weight in module.named_parameters()]
 
     @property
     def query_groups(self) -> int:

@@ -23,6 +23,7 @@ S = TypeVar("S", bound=Spec)
 N = TypeVar("N", int, float)
 
 
+LOAD = ("prompt_tokens", "output_tokens", "batch_size", "temperature", "max_seconds_per_token", "prompt_set")
 # What a saved plan does not settle: how much to decode, and on which prompts.
 FREE_WITH_PLAN = ("plan", "output_tokens", "prompt_set")
 
@@ -42,9 +43,11 @@ def plan_for(asked: Asked, tell: Progress | None = None, machine: Hardware | Non
     from ssd.planner import check, plan
 
     objective: Objective = _choice("objective", asked.objective, Objective) or "latency"
-    check(machine, pair, objective, mode)
-    known = profile or _profile_for(asked, machine, pair, load, tell)
-    return plan(machine, pair, workload=load, objective=objective, profile=known, mode=mode)
+    others = further_drafts(asked)
+    check(machine, pair, objective, mode, load, others)
+    # Each draft is measured by itself.
+    known = profile or (None if others and asked.profile is None else _profile_for(asked, machine, pair, load, tell))
+    return plan(machine, pair, workload=load, objective=objective, profile=known, mode=mode, drafts=others)
 
 
 def _profile_for(asked: Asked, machine: Hardware, pair: Models, load: Workload, tell: Progress | None) -> Profile | None:
@@ -158,14 +161,25 @@ def hardware_for(asked: Asked) -> Hardware:
 
 
 def models_for(asked: Asked) -> Models:
-    """Return the pair, by default the embedded one."""
-    given = {name: getattr(asked, name) for name in ("target", "draft", "dtype", "max_model_len", "draft_weights")}
-    return Models.model_validate(_without_none(given))
+    """Return the pair, by default the embedded one; of several drafts the first."""
+    given = {name: getattr(asked, name) for name in ("target", "dtype", "max_model_len", "draft_weights")}
+    return Models.model_validate(_without_none(given | {"draft": asked.draft[0] if asked.draft else None}))
+
+
+def further_drafts(asked: Asked) -> tuple[str, ...]:
+    """Return the drafts after the first, for the planner to choose among."""
+    return tuple(asked.draft[1:]) if asked.draft else ()
+
+
+def one_draft(asked: Asked) -> None:
+    """Refuse several drafts where there is nobody to choose."""
+    if further_drafts(asked):
+        raise ValueError(f"--draft is given {len(asked.draft or ())} times: only the planner chooses among drafts; name one here")
 
 
 def workload_for(asked: Asked) -> Workload:
     """Return the load, by default the workload's own numbers."""
-    given = {name: getattr(asked, name) for name in ("prompt_tokens", "output_tokens", "batch_size", "prompt_set")}
+    given = {name: getattr(asked, name) for name in LOAD}
     return Workload.model_validate(_without_none(given))
 
 
@@ -181,6 +195,7 @@ def read(kind: type[S], option: str, path: Path) -> S:
 
 def _typed(asked: Asked, hardware: Hardware, models: Models, workload: Workload) -> Plan:
     """Return the configuration that options spell out, with no prediction."""
+    one_draft(asked)
     mode, K = asked.mode, asked.num_speculative_tokens
     for name in ("profile", "objective"):
         if getattr(asked, name) is not None:

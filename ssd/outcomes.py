@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from sim import outcomes as sim_outcomes
-from ssd.specs import Profile
+from ssd.specs import Profile, Verification
 from theory.acceptance import accepted_length_law, expected_tokens_of
 from theory.check import FloatArray, IntArray
 from theory.hits import PowerLaw
@@ -16,9 +18,12 @@ from theory.hits import PowerLaw
 # Curves are needed up to the largest budget.
 LARGEST_BUDGET = 32
 LONGEST_DRAFT = 8
-# Fits of the published miss rates at temperature 0 (Definition 11 with a free prefactor).
-ASSUMED_AFTER_HIT = PowerLaw(r=0.54, c=0.28)
-ASSUMED_AFTER_MISS = PowerLaw(r=0.47, c=0.57)
+# Fits of the published miss rates by temperature, after a hit and after a miss (Definition 11 with a free prefactor).
+PUBLISHED_MISSES = {
+    0.0: (PowerLaw(r=0.54, c=0.28), PowerLaw(r=0.47, c=0.57)),
+    0.7: (PowerLaw(r=0.54, c=0.44), PowerLaw(r=0.50, c=0.78)),
+    1.0: (PowerLaw(r=0.42, c=0.54), PowerLaw(r=0.37, c=0.85)),
+}
 
 Curves = tuple[FloatArray, ...]
 
@@ -41,6 +46,15 @@ class OutcomeModel(Protocol):
 
     def simulated(self) -> sim_outcomes.Outcomes:
         """The same for the simulator."""
+        ...
+
+    def at(self, alpha: float) -> OutcomeModel:
+        """The same, had a draft token been accepted with this chance."""
+        ...
+
+    @property
+    def alpha(self) -> float:
+        """Chance that a draft token is accepted."""
         ...
 
 
@@ -68,9 +82,13 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Traced:
-    """Recorded texts: for each, the rank of every token among the draft's choices (sim.outcomes.Trace)."""
+    """Recorded texts: for each, the rank of every token among the draft's choices (sim.outcomes.Trace).
+
+    ends: where other than `ranks`, those of tokens before which a whole draft was accepted (ssd.scoring).
+    """
 
     ranks: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...] = ()
 
     @property
     def longest(self) -> int:
@@ -88,12 +106,77 @@ class Traced:
         return (*[_curve(ranks[accepted < K])] * K, _curve(ranks[accepted == K]))
 
     def simulated(self) -> sim_outcomes.Outcomes:
-        """The texts, read from random beginnings."""
-        return sim_outcomes.Trace(self.ranks)
+        """The texts, one after another in random order."""
+        return _Read(self.ranks, self.ends) if self.ends else sim_outcomes.Trace(self.ranks)
+
+    def some(self, texts: Sequence[int]) -> Traced:
+        """Those with these indices, which may repeat."""
+        return Traced(tuple(self.ranks[i] for i in texts), tuple(self.ends[i] for i in texts) if self.ends else ())
+
+    def at(self, alpha: float) -> Traced:
+        """The same texts with tokens struck out, or others taken as accepted, at random until so many are."""
+        rng, known = np.random.default_rng(0), self.alpha
+        more = (alpha - known) / (1 - known) if alpha > known else 0.0
+        less = 1 - alpha / known if alpha < known else 0.0
+        texts = []
+        for text in self.ranks:
+            ranks, chance = np.asarray(text), rng.random(len(text))
+            struck = np.where((ranks == 1) & (chance < less), 2, ranks)
+            texts.append(tuple(np.where((ranks > 1) & (chance < more), 1, struck).tolist()))
+        return replace(self, ranks=tuple(texts))
+
+    @property
+    def alpha(self) -> float:
+        """Share of tokens that are the draft's own."""
+        ranks = np.concatenate([np.asarray(text) for text in self.ranks])
+        return float((ranks == 1).mean())
 
     def _rounds(self, K: int) -> tuple[IntArray, IntArray]:
-        accepted, ranks = zip(*sim_outcomes.rounds_of(self.ranks, K), strict=True)
-        return np.asarray(accepted, dtype=np.intp), np.asarray(ranks, dtype=np.intp)
+        if K not in self._read:
+            rounds = _rounds_of(self.ranks, self.ends, K) if self.ends else sim_outcomes.rounds_of(self.ranks, K)
+            accepted, ranks = zip(*rounds, strict=True)
+            self._read[K] = np.asarray(accepted, dtype=np.intp), np.asarray(ranks, dtype=np.intp)
+        return self._read[K]
+
+    @cached_property
+    def _read(self) -> dict[int, tuple[IntArray, IntArray]]:
+        return {}
+
+
+def _outcome(ranks: tuple[int, ...], ends: tuple[int, ...], place: int, drafted: int) -> sim_outcomes.Outcome:
+    """The outcome of a round whose first drafted token stands at `place`, with a rank of its own after full acceptance."""
+    accepted, rank = sim_outcomes.outcome_at(ranks, place, drafted)
+    return accepted, ends[place + accepted] if accepted == drafted and place + accepted < len(ends) else rank
+
+
+def _rounds_of(texts: Sequence[tuple[int, ...]], ends: Sequence[tuple[int, ...]], K: int) -> Iterator[sim_outcomes.Outcome]:
+    """As sim.outcomes.rounds_of."""
+    for ranks, at_end in zip(texts, ends, strict=True):
+        for place in range(min(K + 1, len(ranks))):
+            while place + K < len(ranks):
+                yield (found := _outcome(ranks, at_end, place, K))
+                place += found[0] + 1
+
+
+@dataclass(frozen=True)
+class _Read:
+    """As sim.outcomes.Trace, of texts that were sampled."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    def start(self, rng: np.random.Generator) -> sim_outcomes.Draw:
+        text, place = int(rng.integers(len(self.ranks))), 0
+
+        def draw(drafted: int, hit: bool) -> sim_outcomes.Outcome:
+            nonlocal text, place
+            if place + drafted >= len(self.ranks[text]):
+                text, place = int(rng.integers(len(self.ranks))), 0
+            outcome = _outcome(self.ranks[text], self.ends[text], place, drafted)
+            place += outcome[0] + 1
+            return outcome
+
+        return draw
 
 
 @dataclass(frozen=True)
@@ -102,6 +185,7 @@ class Assumed:
 
     alpha: float
     longest: int = LONGEST_DRAFT
+    temperature: float = 0.0
 
     def law(self, K: int) -> FloatArray:
         """Law of accepted lengths for independent positions, [K+1]."""
@@ -109,24 +193,35 @@ class Assumed:
 
     def curves(self, K: int, after_hit: bool) -> Curves:
         """The power law of the state, at every position."""
-        return (_assumed(after_hit).curve(LARGEST_BUDGET),) * (K + 1)
+        return (published_misses(after_hit, self.temperature).curve(LARGEST_BUDGET),) * (K + 1)
 
     def simulated(self) -> sim_outcomes.Outcomes:
         """Independent rounds with the two states' curves."""
-        hit, miss = (sim_outcomes.IID(self.alpha, tuple(_assumed(state).curve(LARGEST_BUDGET).tolist())) for state in (True, False))
+        hit, miss = (sim_outcomes.IID(self.alpha, tuple(self.curves(0, state)[0].tolist())) for state in (True, False))
         return sim_outcomes.TwoState(hit, miss)
 
+    def at(self, alpha: float) -> Assumed:
+        """The same at another acceptance."""
+        return replace(self, alpha=alpha)
 
-def outcome_model(profile: Profile) -> OutcomeModel:
-    """Return the profile's recorded texts, or where it has none of two tokens the published hit curves at its acceptance rate."""
+
+def outcome_model(profile: Profile, verification: Verification = "rejection") -> OutcomeModel:
+    """Return the profile's recorded texts, or where it has none of two tokens the published hit curves at its acceptance rate.
+
+    verification: how drafts are verified; of sampled texts coupling reads the ranks under the noise that both sides share.
+    """
     texts = tuple(text for text in profile.traces if text)
+    ends = tuple(text for text in profile.end_traces if text)
     if max(map(len, texts), default=0) < 2:
-        return Assumed(profile.draft_acceptance_rate)
-    return Traced(texts)
+        return Assumed(profile.draft_acceptance_rate, temperature=profile.temperature)
+    return Traced(texts, ends) if verification == "rejection" else Traced(ends or texts)
 
 
-def _assumed(after_hit: bool) -> PowerLaw:
-    return ASSUMED_AFTER_HIT if after_hit else ASSUMED_AFTER_MISS
+def published_misses(after_hit: bool, temperature: float) -> PowerLaw:
+    """Return the published law of misses at a temperature, between and beyond the published ones the nearest two joined by a line."""
+    known, state = sorted(PUBLISHED_MISSES), 0 if after_hit else 1
+    r, c = (float(np.interp(temperature, known, [getattr(PUBLISHED_MISSES[T][state], name) for T in known])) for name in ("r", "c"))
+    return PowerLaw(r=r, c=c)
 
 
 def _curve(ranks: IntArray) -> FloatArray:

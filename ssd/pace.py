@@ -55,7 +55,8 @@ def pace(profile: Profile, placement: Placement, mode: Mode) -> Pace | None:
         step=step,
         alone=waited,
         link_seconds=0.0 if mode == "ar" else profile.link_seconds,
-        overhead_seconds=profile.overhead_seconds,
+        # Computed forwards were calibrated on AR, with all that its rounds take.
+        overhead_seconds=0.0 if mode == "ar" and verify.source == "roofline" else profile.overhead_seconds,
         prefill_seconds_per_token=profile.prefill_seconds_per_token,
     )
 

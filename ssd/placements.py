@@ -5,6 +5,8 @@ from __future__ import annotations
 from ssd.specs import Hardware, Placement
 
 Ids = tuple[str, ...]
+# Accelerators that a draft may have for itself, a copy on each.
+DRAFT_DEVICES = (1, 2, 4)
 
 
 def placements(hardware: Hardware) -> tuple[Placement, ...]:
@@ -21,8 +23,14 @@ def _splits(hardware: Hardware) -> list[tuple[Ids, Ids]]:
     ids = _ids(hardware)
     if _one_each(hardware):
         return [(ids[:1], ids[-1:])] if len(ids) > 1 else []
-    sizes = {1, len(ids) // 4} if _are_cores(hardware) else {1}
-    return [(ids[:-size], ids[-size:]) for size in sorted(sizes) if 1 <= size < len(ids)]
+    if _are_cores(hardware):
+        return [(ids[:-size], ids[-size:]) for size in sorted({1, len(ids) // 4}) if 1 <= size < len(ids)]
+    return [(ids[:count], ids[-size:]) for size in DRAFT_DEVICES if size < len(ids) for count in _degrees(len(ids) - size)]
+
+
+def _degrees(most: int) -> list[int]:
+    """Over how many devices the target may be split: all there are, or a power of two of them, to leave the others unpaid."""
+    return [most, *(degree for degree in (8, 4, 2, 1) if degree < most)]
 
 
 def _whole(hardware: Hardware) -> Ids:

@@ -1,26 +1,28 @@
-"""Plan how to decode: profile, search by theory, simulate the best few or, in large batches, reckon them, rank."""
+"""Plan how to decode: profile, search by theory, simulate the best few or, in large batches, reckon them, rank, and say how sure it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 from typing import get_args
 
-from sim.outcomes import Outcomes
 from ssd.lookup import recorded
-from ssd.outcomes import outcome_model
+from ssd.outcomes import OutcomeModel, outcome_model
 from ssd.pace import Pace, pace
 from ssd.placements import placements
-from ssd.prediction import SIMULATED_ROWS, Played, play, predicted, reckon
+from ssd.prediction import SCREENED_TOKENS, SIMULATED_ROWS, SIMULATED_TOKENS, Played, play, predicted, reckon
+from ssd.report import describe
 from ssd.search import Search
-from ssd.specs import Backup, Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Workload
+from ssd.specs import Backup, Configuration, Considered, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Verification, Workload
+from ssd.uncertainty import SIMPLEST, TIE, Doubt, sensitivity
 
-# Kept of what theory ranks, for each mode and placement; AR and SD hardly leave theory a choice.
-KEPT: dict[Mode, int] = {"ar": 1, "sd": 2, "ssd": 4}
-MAX_ALTERNATIVES = 8
-# Where two are this near in what is optimised, the simpler one is chosen.
-TIE = 0.005
-SIMPLEST: tuple[Mode, ...] = ("ar", "sd", "ssd")
+# Of what theory ranks of SSD at all placements, so many are simulated for a short while, and so many of these for long.
+SCREENED, SIMULATED = 24, 6
+MAX_ALTERNATIVES = 10
+# Speeds by theory are good to so much: what it finds this much too slow is not played.
+THEORY_ERROR = 0.15
 SIMPLEST_BACKUP: tuple[Backup, ...] = ("jit", "none", "ngram")
 
 
@@ -31,33 +33,36 @@ def plan(
     objective: Objective = "latency",
     profile: Profile | None = None,
     mode: Mode | None = None,
+    drafts: Sequence[str] = (),
 ) -> Plan:
     """Return the configuration to bet on for `workload`, with the ranked rest as its alternatives.
 
-    objective: "latency" and "throughput" maximise tokens a second, which at a given batch size is the same; "cost" minimises dollars a
-    token.
-    profile: measured here if the hardware is this machine, else computed from the models' shapes. mode: choose within it. ValueError,
-    with the remedy, for what cannot be planned.
+    objective: "latency" and "throughput" maximise tokens a second, "cost" minimises dollars a token. With
+    workload.max_seconds_per_token, the latter two also choose how many requests to decode together, up to workload.batch_size.
+    profile: measured here if the hardware is this machine, else computed from the models' shapes. mode: choose within it. drafts: further
+    draft models, of which the best is chosen. ValueError, with the remedy, for what cannot be planned.
     """
     workload = workload or Workload()
-    check(hardware, models, objective, mode)
-    profile = profile or _profile(hardware, models, workload)
-    _check_profile(profile, hardware, models, workload)
-    paces = _paces(profile, hardware, models)
-    if mode is not None and not any(place_mode == mode for place_mode, _ in paces):
-        raise ValueError(_no_table(hardware, models, mode))
-    outcomes = outcome_model(profile)
-    search = Search(outcomes, workload.batch_size, recorded(profile))
-    played = _played(search, paces, outcomes.simulated(), workload)
-    ranking = _Ranking(hardware, objective)
-    best = ranking.best([p for p in played if mode in (None, p.configuration.mode)])
-    chosen = predicted(best, played, best.critical_batch_size(search))
-    rest = tuple(predicted(p, played) for p in ranking.rest(best, played))
-    fields = {name: getattr(chosen, name) for name in Configuration.model_fields}
-    return Plan(**fields, hardware=hardware, models=models, workload=workload, objective=objective, alternatives=rest, profile=profile)
+    check(hardware, models, objective, mode, workload, drafts)
+    if not drafts:
+        return _of_pair(hardware, models, workload, objective, profile, mode)
+    found: dict[str | None, Plan | ValueError] = {}
+    for draft in dict.fromkeys((models.draft, *drafts)):
+        try:
+            pair = models.model_copy(update={"draft": draft})
+            found[draft] = _of_pair(hardware, pair, workload, objective, profile, mode)
+        except ValueError as error:
+            found[draft] = error
+    plans = [each for each in found.values() if isinstance(each, Plan)]
+    if not plans:
+        raise next(each for each in found.values() if isinstance(each, ValueError))
+    best = max(plans, key=lambda each: _worth(each, hardware, objective))
+    return best.model_copy(update={"considered": tuple(_considered(draft, each) for draft, each in found.items())})
 
 
-def check(hardware: Hardware, models: Models, objective: str, mode: str | None) -> None:
+def check(
+    hardware: Hardware, models: Models, objective: str, mode: str | None, workload: Workload | None = None, drafts: Sequence[str] = ()
+) -> None:
     """Refuse, with the remedy, what could not be planned whatever a profile said."""
     if objective not in get_args(Objective):
         raise ValueError(f"objective={objective!r} is unknown: use one of {', '.join(get_args(Objective))}")
@@ -65,18 +70,83 @@ def check(hardware: Hardware, models: Models, objective: str, mode: str | None) 
         raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(get_args(Mode))}, or none to let the planner choose")
     if mode in ("sd", "ssd") and models.draft is None:
         raise ValueError(f"models.draft is missing: mode={mode!r} needs a draft model; name one, or use mode='ar'")
+    if drafts and models.draft is None:
+        raise ValueError(f"drafts={tuple(drafts)} but models.draft is missing: name the first of them there")
     if mode == "ssd" and len(hardware.devices) < 2:
         raise ValueError(f"mode='ssd' needs two devices, hardware {hardware.name!r} has one: use mode='sd', or add a device for the draft")
     unpriced = next((device for device in hardware.devices if device.price_per_hour is None), None)
     if objective == "cost" and unpriced is not None:
         raise ValueError(f"objective='cost' needs a price: device {unpriced.id!r} of {hardware.name!r} has none; set its price_per_hour")
+    if workload is not None and workload.max_seconds_per_token is not None and objective == "latency":
+        raise ValueError(
+            f"workload.max_seconds_per_token={workload.max_seconds_per_token} contradicts objective='latency', which takes the least there "
+            "is: use objective='throughput' or 'cost', or leave the limit out"
+        )
 
 
-def _profile(hardware: Hardware, models: Models, workload: Workload) -> Profile:
-    if hardware.is_local:
-        from ssd.profiler import profile
+def _worth(plan: Plan, hardware: Hardware, objective: Objective) -> float:
+    return _value(plan, plan.predicted.tokens_per_second if plan.predicted else 0.0, hardware, objective)
 
-        return profile(hardware, models, workload)
+
+def _considered(draft: str | None, found: Plan | ValueError) -> Considered:
+    if isinstance(found, ValueError):
+        return Considered(draft=draft, best=f"none: {found}")
+    return Considered(draft=draft, best=describe(found), tokens_per_second=found.predicted.tokens_per_second if found.predicted else None)
+
+
+def _of_pair(
+    hardware: Hardware, models: Models, workload: Workload, objective: Objective, profile: Profile | None, mode: Mode | None
+) -> Plan:
+    """The plan for one pair: under a limit of latency for the most requests that keep it."""
+    if profile is None and hardware.is_local:
+        from ssd.profiler import profile as measure
+
+        profile = measure(hardware, models, workload)
+    found = _verified(hardware, models, workload, objective, profile, mode, "rejection")
+    if profile is None or not profile.end_traces or (found.mode == "ar" and mode is None):
+        return found
+    coupled = _verified(hardware, models, workload, objective, profile, mode, "coupled")
+    # Rejection is at home everywhere: coupling must be ahead.
+    ahead = _worth(coupled, hardware, objective) > _worth(found, hardware, objective) * (1 + TIE)
+    return coupled if ahead and coupled.mode != "ar" else found
+
+
+def _verified(
+    hardware: Hardware,
+    models: Models,
+    workload: Workload,
+    objective: Objective,
+    profile: Profile | None,
+    mode: Mode | None,
+    verification: Verification,
+) -> Plan:
+    limit, reached = workload.max_seconds_per_token, inf
+    for load in _loads(workload):
+        task = _Task(hardware, models, load, objective, profile or _computed(hardware, models, load), mode, verification)
+        least = task.least_seconds_per_token
+        if limit is None or least < limit * (1 + THEORY_ERROR):
+            played = task.played()
+            within = [p for p in played if limit is None or p.seconds_per_token <= limit]
+            if task.eligible(within):
+                return task.plan(within, played)
+            least = min(p.seconds_per_token for p in task.eligible(played))
+        reached = min(reached, least)
+    raise ValueError(
+        f"workload.max_seconds_per_token={limit} is less than {reached:.2g}, the nearest to it that one request at a time comes: raise it, "
+        "or use faster devices, more of them or smaller models"
+    )
+
+
+def _loads(workload: Workload) -> Iterator[Workload]:
+    """The workload, and under a limit the same with ever fewer requests together, down to one."""
+    rows = workload.batch_size
+    yield workload
+    while workload.max_seconds_per_token is not None and rows > 1:
+        rows = -(-rows // 2)
+        yield workload.model_copy(update={"batch_size": rows})
+
+
+def _computed(hardware: Hardware, models: Models, workload: Workload) -> Profile:
     from ssd.roofline import roofline_profile
 
     return roofline_profile(hardware, models, workload)
@@ -90,9 +160,18 @@ def _check_profile(profile: Profile, hardware: Hardware, models: Models, workloa
         ("models.draft", models.draft, profile.models.draft),
         ("models.draft_weights", models.draft_weights, profile.models.draft_weights),
         ("workload.prompt_set", workload.prompt_set, profile.prompt_set),
+        ("workload.temperature", workload.temperature, profile.temperature),
     ):
         if ours != theirs and not (option == "workload.prompt_set" and theirs == "given"):
-            raise ValueError(f"{option}={ours!r} does not fit the profile, made with {theirs!r}: profile again, or leave profile out")
+            when = f" on {profile.measured_on}" if profile.measured_on else ""
+            raise ValueError(f"{option}={ours!r} does not fit the profile, made with {theirs!r}{when}: profile again, or leave profile out")
+    devices = {device.id for device in hardware.devices}
+    unknown = {name for table in profile.forwards for name in table.devices} - devices
+    if unknown:
+        raise ValueError(
+            f"the profile has forwards on {', '.join(sorted(unknown))}, which {hardware.name!r} does not have (it has "
+            f"{', '.join(sorted(devices))}): it is of another machine, or of other cores of this one; profile again, or leave profile out"
+        )
     _check_reach(profile, workload.batch_size)
 
 
@@ -129,58 +208,143 @@ def _no_table(hardware: Hardware, models: Models, mode: Mode) -> str:
     )
 
 
-def _played(search: Search, paces: Sequence[tuple[Mode, Pace]], outcomes: Outcomes, workload: Workload) -> list[Played]:
-    """The best few of each mode and placement as the simulator plays them; theory reckons large batches and prompt lookup."""
-    played = []
-    for mode, its in paces:
-        ranked = _different(search.ranked(mode, its))
-        simulable = [configuration for configuration in ranked if workload.batch_size <= SIMULATED_ROWS and configuration.backup != "ngram"]
-        reckoned = [configuration for configuration in ranked if configuration not in simulable]
-        played += [play(configuration, its, outcomes, workload) for configuration in simulable[: KEPT[mode]]]
-        played += [reckon(configuration, its, search, workload) for configuration in reckoned[: KEPT[mode]]]
-    return played
+@dataclass(frozen=True)
+class _Task:
+    """One pair under one load, from its profile to its plan."""
+
+    hardware: Hardware
+    models: Models
+    workload: Workload
+    objective: Objective
+    profile: Profile
+    mode: Mode | None
+    verification: Verification = "rejection"
+
+    def __post_init__(self) -> None:
+        _check_profile(self.profile, self.hardware, self.models, self.workload)
+        if self.mode is not None and not any(mode == self.mode for mode, _ in self.paces):
+            raise ValueError(_no_table(self.hardware, self.models, self.mode))
+
+    @cached_property
+    def paces(self) -> list[tuple[Mode, Pace]]:
+        """Each mode at each placement."""
+        return _paces(self.profile, self.hardware, self.models)
+
+    @cached_property
+    def outcomes(self) -> OutcomeModel:
+        """What the target decides."""
+        return outcome_model(self.profile, self.verification)
+
+    @cached_property
+    def search(self) -> Search:
+        """Theory for this load."""
+        return Search(self.outcomes, self.workload.batch_size, recorded(self.profile))
+
+    @cached_property
+    def least_seconds_per_token(self) -> float:
+        """Seconds between the tokens of a request if every draft token were accepted and every outcome cached: less there is not."""
+        rows = self.workload.batch_size
+        drafted = [0, *self.search.lookaheads]
+        return min(its.round_seconds(K, rows) / (K + 1) for mode, its in self.paces for K in (drafted if mode != "ar" else [0]))
+
+    @property
+    def _is_calibrated(self) -> bool:
+        """Whether the draft's confidence is known, as it is after greedy texts."""
+        return bool(self.profile.calibration) and self.profile.temperature == 0
+
+    def eligible(self, played: Sequence[Played]) -> list[Played]:
+        """Those of the mode that was asked for."""
+        return [p for p in played if self.mode in (None, p.configuration.mode)]
+
+    def played(self) -> list[Played]:
+        """AR and SD of each placement, and the best of SSD: theory ranks, a short simulation screens some dozens, a long one tells.
+
+        Large batches and prompt lookup are reckoned by theory instead.
+        """
+        found = {(mode, its.placement): (its, _different(self.search.scored(mode, its))) for mode, its in self.paces}
+        plain = [self._play(ranked[0][1], its) for (mode, _), (its, ranked) in found.items() if mode != "ssd"]
+        rivals = [(seconds, c, its) for (mode, _), (its, ranked) in found.items() for seconds, c in ranked if mode == "ssd"]
+        rivals.sort(key=lambda rival: -_value(rival[1], 1 / max(rival[0], 1e-12), self.hardware, self.objective))
+        screened = [self._play(c, its, SCREENED_TOKENS) for _, c, its in rivals[:SCREENED]]
+        screened.sort(key=lambda p: -self._value(p))
+        return plain + [self._play(p.configuration, p.pace) for p in screened[:SIMULATED]]
+
+    def _play(self, configuration: Configuration, its: Pace, tokens: int = SIMULATED_TOKENS) -> Played:
+        if self.workload.batch_size <= SIMULATED_ROWS and configuration.backup != "ngram":
+            return play(configuration, its, self.outcomes.simulated(), self.workload, tokens)
+        return reckon(configuration, its, self.search, self.workload)
+
+    def plan(self, candidates: Sequence[Played], played: Sequence[Played]) -> Plan:
+        """The best of the candidates, held against everything that was played."""
+        best = self._best(self.eligible(candidates))
+        doubt = Doubt(self.profile, self.search)
+        chosen = predicted(best, played, doubt, best.critical_batch_size(self.search))
+        rest = tuple(predicted(p, played, doubt) for p in self._rest(best, played))
+        fields = {name: getattr(chosen, name) for name in Configuration.model_fields}
+        if chosen.mode != "ar":
+            fields["verification"] = self.verification
+        if chosen.mode == "ssd" and self._is_calibrated:
+            # In every table of docs/policies.md the adaptive choice hits no less than lists of as many outcomes, by which it is predicted.
+            fields |= {"fan_out_hit": (), "fan_out_miss": (), "budget": sum(chosen.fan_out_hit)}
+            rest = (chosen, *rest)
+        return Plan(
+            **fields,
+            hardware=self.hardware,
+            models=self.models,
+            workload=self.workload,
+            objective=self.objective,
+            alternatives=rest,
+            sensitivity=sensitivity(best, played, self.search, lambda p, speed: self._value(p, speed)) if self.mode is None else (),
+            profile=self.profile,
+        )
+
+    def _value(self, played: Played, speed: float | None = None) -> float:
+        return _value(played.configuration, played.tokens_per_second if speed is None else speed, self.hardware, self.objective)
+
+    def _best(self, played: Sequence[Played]) -> Played:
+        """The best, or the simplest of those that are as good."""
+        limit = max(map(self._value, played)) * (1 - TIE)
+        return min((p for p in played if self._value(p) >= limit), key=lambda p: (*_complexity(p.configuration), -self._value(p)))
+
+    def _rest(self, best: Played, played: Sequence[Played]) -> list[Played]:
+        """What it is compared with, the best of each mode and placement, then the runners-up, while there is room; ranked together."""
+        ranked = sorted((p for p in played if p is not best), key=lambda p: -self._value(p))
+        used = best.configuration.placement
+        baselines: list[Played] = []
+        leaders: list[Played] = []
+        seen = {_kind(best)}
+        for p in ranked:
+            if _kind(p) in seen:
+                continue
+            seen.add(_kind(p))
+            where = p.configuration.placement
+            compared = p.configuration.mode != "ssd" and where.target in (used.target, used.devices, _all(self.hardware))
+            (baselines if compared else leaders).append(p)
+        rest = [p for p in ranked if p not in baselines and p not in leaders]
+        kept = baselines + [*leaders, *rest][: max(0, MAX_ALTERNATIVES - len(baselines))]
+        if not any(p.configuration.mode == "ssd" for p in [best, *kept]):
+            kept += [p for p in leaders if p.configuration.mode == "ssd"][:1]
+        return sorted(kept, key=lambda p: -self._value(p))
 
 
-def _different(ranked: Sequence[Configuration]) -> list[Configuration]:
+def _value(configuration: Configuration, tokens_per_second: float, hardware: Hardware, objective: Objective) -> float:
+    """What is maximised: tokens a second, or tokens a dollar."""
+    if objective != "cost":
+        return tokens_per_second
+    dollars = sum(device.price_per_hour or 0.0 for device in hardware.select(configuration.placement.devices)) / 3600
+    return tokens_per_second / dollars if dollars else inf
+
+
+def _different(ranked: Sequence[tuple[float, Configuration]]) -> list[tuple[float, Configuration]]:
     """The best of each lookahead and backup: those that differ in fan-out alone are nearly alike."""
-    best: dict[tuple[int, str], Configuration] = {}
-    for configuration in ranked:
-        best.setdefault((configuration.num_speculative_tokens, configuration.backup), configuration)
+    best: dict[tuple[int, str], tuple[float, Configuration]] = {}
+    for seconds, configuration in ranked:
+        best.setdefault((configuration.num_speculative_tokens, configuration.backup), (seconds, configuration))
     return list(best.values())
 
 
-@dataclass(frozen=True)
-class _Ranking:
-    """The order of configurations under an objective."""
-
-    hardware: Hardware
-    objective: Objective
-
-    def value(self, played: Played) -> float:
-        """What is maximised: tokens a second, or tokens a dollar."""
-        if self.objective != "cost":
-            return played.tokens_per_second
-        devices = self.hardware.select(played.configuration.placement.devices)
-        dollars_per_second = sum(device.price_per_hour or 0.0 for device in devices) / 3600
-        return played.tokens_per_second / dollars_per_second if dollars_per_second else float("inf")
-
-    def best(self, played: Sequence[Played]) -> Played:
-        """The best, or the simplest of those that are as good."""
-        limit = max(map(self.value, played)) * (1 - TIE)
-        return min((p for p in played if self.value(p) >= limit), key=lambda p: (*_complexity(p.configuration), -self.value(p)))
-
-    def rest(self, best: Played, played: Sequence[Played]) -> list[Played]:
-        """The best of each mode and placement, then the runners-up while there is room, ranked together."""
-        ranked = sorted((p for p in played if p is not best), key=lambda p: -self.value(p))
-        seen = {_kind(best)}
-        leaders = []
-        for p in ranked:
-            if _kind(p) not in seen:
-                seen.add(_kind(p))
-                leaders.append(p)
-        others = [p for p in ranked if p not in leaders]
-        kept = leaders + others[: max(0, MAX_ALTERNATIVES - len(leaders))]
-        return sorted(kept, key=lambda p: -self.value(p))
+def _all(hardware: Hardware) -> tuple[str, ...]:
+    return tuple(device.id for device in hardware.devices)
 
 
 def _complexity(configuration: Configuration) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Literal, Protocol
 
 from sim.outcomes import Outcomes
 from sim.scenario import Scenario
@@ -19,6 +19,8 @@ from ssd.specs import Configuration, Mode, Prediction, Workload
 
 # Enough for a standard error of about 1 %; all configurations meet the same random numbers, so their order is surer than that.
 SIMULATED_TOKENS = 2000
+# Enough to tell which few are worth so many.
+SCREENED_TOKENS = 400
 # Without chance, a few rounds tell all.
 SIMULATED_TOKENS_AR = 16
 # Of larger batches each play would take half a second; theory, within a few percent of it where outputs are long, reckons them.
@@ -46,6 +48,11 @@ class Played:
         return search.critical_batch_size(self.configuration, self.pace) if self.configuration.mode == "ssd" else None
 
     @property
+    def seconds_per_token(self) -> float:
+        """Mean seconds between the tokens of a request."""
+        return self.rows / self.tokens_per_second if self.tokens_per_second else float("inf")
+
+    @property
     def rows_drafted_for(self) -> float:
         """Rows that the draft drafts for while the target waits: all of the batch in SD, else as many as miss together on average."""
         if self.hit_rate is None:
@@ -53,9 +60,9 @@ class Played:
         return self.rows * (1 - self.hit_rate) / (1 - self.hit_rate**self.rows) if self.hit_rate < 1 else 1.0
 
 
-def play(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload) -> Played:
-    """Simulate requests of the workload's lengths, a batch at a time; what they take before their first token is not counted."""
-    result = simulate(_scenario(configuration, pace, outcomes, workload))
+def play(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload, tokens: int = SIMULATED_TOKENS) -> Played:
+    """Simulate `tokens` tokens in requests of the workload's lengths, a batch at a time; those before their first token are not timed."""
+    result = simulate(scenario(configuration, pace, outcomes, workload, tokens))
     metrics, rows = result.metrics, workload.batch_size
     return Played(
         configuration,
@@ -93,7 +100,17 @@ def reckon(configuration: Configuration, pace: Pace, search: Search, workload: W
     )
 
 
-def predicted(played: Played, everything: Sequence[Played], critical_batch_size: int | None = None) -> Configuration:
+class Doubtful(Protocol):
+    """Whoever knows how far a speed may be off."""
+
+    def interval(self, played: Played) -> tuple[float, float]:
+        """Tokens a second between which it lies, 9 times in 10."""
+        ...
+
+
+def predicted(
+    played: Played, everything: Sequence[Played], doubt: Doubtful | None = None, critical_batch_size: int | None = None
+) -> Configuration:
     """Return the configuration with its prediction; the AR and SD that it is compared with are the fastest in `everything`."""
     configuration, pace, rows = played.configuration, played.pace, played.rows
     K, drafts = configuration.num_speculative_tokens, configuration.mode != "ar"
@@ -104,6 +121,7 @@ def predicted(played: Played, everything: Sequence[Played], critical_batch_size:
     assert vs_ar_equal is not None
     prediction = Prediction(
         tokens_per_second=played.tokens_per_second,
+        tokens_per_second_between=None if doubt is None else doubt.interval(played),
         speedup_vs_ar=vs_ar,
         speedup_vs_sd=_speedup(played, _on(everything, "sd", target)),
         speedup_vs_ar_equal_devices=vs_ar_equal,
@@ -120,10 +138,11 @@ def predicted(played: Played, everything: Sequence[Played], critical_batch_size:
     return configuration.model_copy(update={"predicted": prediction})
 
 
-def _scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload) -> Scenario:
+def scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workload: Workload, tokens: int) -> Scenario:
+    """Return what the simulator is asked: as many requests of the workload's lengths as have so many tokens."""
     drafts = configuration.mode != "ar"
     rows = workload.batch_size
-    tokens = SIMULATED_TOKENS if drafts or rows > 1 else SIMULATED_TOKENS_AR
+    tokens = tokens if drafts or rows > 1 else SIMULATED_TOKENS_AR
     length = min(max(2, workload.output_tokens), tokens)
     # In a batch prompts are fed beside other rows; they are taken to cost nothing, as theory takes them.
     prefill = workload.prompt_tokens * pace.prefill_seconds_per_token if rows == 1 else 0.0

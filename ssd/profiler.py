@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import date
 from functools import partial
 from time import monotonic
 from typing import Literal, TypeVar
@@ -16,9 +17,11 @@ from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
 from ssd.engine.ngram import Lookup
 from ssd.engine.rehearsal import rehearse
 from ssd.lookup import accepted_lengths
+from ssd.models import compute_dtype, keeps_int8, load
 from ssd.placements import placements
 from ssd.progress import Progress
 from ssd.prompts import prompts as prompt_texts
+from ssd.scoring import replay
 from ssd.specs import Calibrated, Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Workload
 from theory.calibration import Calibration
 
@@ -30,6 +33,8 @@ POINT_SECONDS = 2.0
 PROMPTS = 6
 TRACE_TOKENS = 64
 TEXT_LOOKAHEAD = 3
+# How often the draft's part in a sampled text is drawn anew.
+REPLAYS = 4
 # Tokens that prompt lookup is asked for.
 LOOKUP_TOKENS = 8
 # The draft's work beside which the target's contended forwards are timed, and the other way round.
@@ -61,7 +66,9 @@ def profile(
     if models.draft is None:
         places = tuple(Placement(target=place.target) for place in places if place.overlaps or len(hardware.devices) == 1)
     with Engine.from_plan(_first_plan(hardware, models, places)) as engine:
-        return _Profiler(engine, workload, progress or (lambda *_: None)).run(places, prompts)
+        profiler = _Profiler(engine, workload, progress or (lambda *_: None))
+        found = profiler.run(places, prompts)
+    return profiler.replayed(found) if workload.temperature > 0 and models.draft is not None else found
 
 
 def _first_plan(hardware: Hardware, models: Models, places: Sequence[Placement]) -> Plan:
@@ -85,7 +92,9 @@ class _Profiler:
         models = self.engine.plan.models
         texts = list(prompts or prompt_texts(self.workload.prompt_set, PROMPTS, self.engine.pair.tokenizer))
         outputs, overhead, prefill = self._decode(texts)
-        scored = self._scored(outputs) if models.draft is not None else []
+        self.outputs = outputs
+        greedy = self.workload.temperature == 0
+        scored = self._scored(outputs) if models.draft is not None and greedy else []
         traces = tuple(one.ranks for one in scored)
         forwards = [table for place, share in _with_share(places) for table in self._forwards(place, share)]
         rounds = rounds_of(traces, TEXT_LOOKAHEAD) if traces else []
@@ -94,6 +103,8 @@ class _Profiler:
             hardware=self.engine.plan.hardware.name,
             models=models,
             prompt_set=self.workload.prompt_set if prompts is None else "given",
+            temperature=self.workload.temperature,
+            measured_on=date.today().isoformat(),
             forwards=tuple(_once(forwards)),
             prefill_seconds_per_token=prefill,
             traces=traces,
@@ -105,12 +116,40 @@ class _Profiler:
             overhead_seconds=overhead,
         )
 
+    def replayed(self, found: Profile) -> Profile:
+        """The profile with what would have been accepted and cached along the sampled texts; the draft is loaded into this process."""
+        self.progress("acceptance of sampled texts", 0.95)
+        pair, device = self.engine.pair, self.engine.loaded.device
+        assert pair.draft is not None, "whoever asks has one"
+        int8 = keeps_int8(found.models, pair.draft, device)
+        draft = load(pair.draft, device, compute_dtype(found.models, device), drafts=True, int8=int8)
+        ranks, ends, accepted = [], [], []
+        for prompt, output in self.outputs:
+            if len(output) < 2:
+                continue
+            for of_text, at_end in replay(self.engine.loaded, draft, prompt + output, len(prompt), self.workload.temperature, REPLAYS):
+                ranks.append(of_text)
+                ends.append(at_end)
+                accepted.append(accepted_lengths(prompt, output, LOOKUP_TOKENS, Lookup()))
+        every = [rank for text in ranks for rank in text]
+        return found.model_copy(
+            update={
+                "traces": tuple(ranks),
+                "end_traces": tuple(ends),
+                "ngram_accepted": tuple(accepted),
+                "draft_acceptance_rate": every.count(1) / len(every) if every else 0.0,
+                "acceptance_source": "measured" if every else "assumed",
+            }
+        )
+
     def _decode(self, texts: Sequence[str]) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], float, float]:
         """Decode the prompts; return (prompt, output) token ids, host seconds a round apart from the rest, prefill seconds a token."""
         outputs, overheads, prefills = [], [], []
         for place, text in enumerate(texts):
             self.progress("acceptance", 0.4 * place / len(texts))
-            output = self.engine.generate(text, SamplingParams(max_tokens=TRACE_TOKENS))[0]
+            # A seed makes it the same text each time, and of the target's law as any other.
+            params = SamplingParams(max_tokens=TRACE_TOKENS, temperature=self.workload.temperature, seed=place)
+            output = self.engine.generate(text, params)[0]
             metrics = output.metrics
             outputs.append((output.prompt_token_ids, output.token_ids))
             first = metrics.time_to_first_token or 0.0

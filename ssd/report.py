@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssd.specs import Configuration, Placement, Plan, Prediction, Profile
+from ssd.pace import pace
+from ssd.specs import Configuration, Hardware, Placement, Plan, Prediction, Profile
 
 MAX_SHOWN = 4
+# What a profile notes that follows from data sheets and configurations alone.
+STATED = ("target: shape", "draft: shape", "memory:")
 
 
 def explain(plan: Plan) -> str:
     """Say in plain text what was chosen, how fast it should be and why, what else there was, and which inputs were measured or assumed."""
-    return "\n".join([*_choice(plan), *_prediction(plan), *_alternatives(plan), *_inputs(plan.profile)])
+    return "\n".join([*_choice(plan), *_prediction(plan), *_alternatives(plan), *_considered(plan), *_changes(plan), *_inputs(plan)])
 
 
 def _choice(plan: Plan) -> Iterator[str]:
     pair = plan.models.target if plan.models.draft is None else f"{plan.models.target} with draft {plan.models.draft}"
     yield f"Plan for {pair} on {plan.hardware.name}"
     yield f"  chosen for {plan.objective}: {describe(plan)}"
-    if plan.mode == "ssd":
+    if plan.budget:
+        yield "  outcomes cached: each round those most probable by the draft's calibrated confidence; predicted as lists of as many do"
+    elif plan.mode == "ssd":
         lists = f"{_list(plan.fan_out_hit)} after a hit, {_list(plan.fan_out_miss)} after a miss"
         yield f"  outcomes cached with 0..{plan.num_speculative_tokens} accepted: {lists}"
 
@@ -29,8 +34,11 @@ def describe(configuration: Configuration) -> str:
     if configuration.mode != "ar":
         parts.append(f"K={configuration.num_speculative_tokens}")
     if configuration.mode == "ssd":
-        outcomes = sum(configuration.fan_out_hit)
-        parts.append(f"{outcomes} cached outcome{'s' * (outcomes != 1)}, backup {configuration.backup}")
+        outcomes = configuration.budget or sum(configuration.fan_out_hit)
+        parts.append(f"{outcomes} cached outcome{'s' * (outcomes != 1)}{' chosen anew' * bool(configuration.budget)}")
+        parts.append(f"backup {configuration.backup}")
+    if configuration.verification == "coupled":
+        parts.append("coupled")
     return ", ".join([*parts, _where(configuration.placement)])
 
 
@@ -48,6 +56,9 @@ def _prediction(plan: Plan) -> Iterator[str]:
         return
     batch = f" for {plan.workload.batch_size} requests together" if plan.workload.batch_size > 1 else ""
     yield f"  predicted by {predicted.method}: {predicted.tokens_per_second:.1f} tokens/s of decoding{batch}, prefill apart{_cost(plan)}"
+    if predicted.tokens_per_second_between is not None:
+        low, high = predicted.tokens_per_second_between
+        yield f"  between {low:.1f} and {high:.1f} tokens/s 9 times in 10, as far as the inputs' errors are known"
     more = len(plan.placement.devices) - len(plan.placement.target)
     where = f"{_devices(more)} more than the target's" if more else "the same devices"
     yield f"  speed with {where}: {_speedups(predicted.speedup_vs_ar, predicted.speedup_vs_sd)}"
@@ -55,6 +66,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
     yield f"  speed at equal devices, the others free to use all {len(plan.placement.devices)}: {equal}"
     yield from _rates(predicted)
     yield from _times(predicted)
+    yield from _why_lookahead(plan)
     if predicted.critical_batch_size is not None:
         lookup = plan.profile is not None and plan.profile.ngram_accepted
         fast, first = "ngram" if lookup else "none", predicted.critical_batch_size
@@ -78,6 +90,45 @@ def _times(predicted: Prediction) -> Iterator[str]:
     yield f"  a round: {', '.join(parts)}"
 
 
+def _why_lookahead(plan: Plan) -> Iterator[str]:
+    """Why a cache is not built for longer drafts: what one token more would take beside what a round lasts."""
+    its = None if plan.profile is None or plan.mode != "ssd" else pace(plan.profile, plan.placement, "ssd")
+    if its is None:
+        return
+    K, rows = plan.num_speculative_tokens, plan.workload.batch_size
+    branches = plan.budget or max(sum(plan.fan_out_hit), sum(plan.fan_out_miss))
+    lasts, built, longer = its.round_seconds(K, rows), its.build_seconds(K, branches, rows), its.build_seconds(K + 1, branches, rows)
+    verdict = "more than" if longer > lasts else "still within"
+    yield (
+        f"  why K={K}: the cache is built in {K} + 1 draft steps, {_ms(built)} of the {_ms(lasts)} that a round lasts; "
+        f"K={K + 1} would take {_ms(longer)}, {verdict} that"
+    )
+
+
+def _considered(plan: Plan) -> Iterator[str]:
+    if plan.considered:
+        yield "Drafts considered"
+    for each in plan.considered:
+        speed = "" if each.tokens_per_second is None else f"{each.tokens_per_second:.1f} tokens/s: "
+        yield f"  {each.draft}: {speed}{each.best}"
+
+
+def _changes(plan: Plan) -> Iterator[str]:
+    if plan.sensitivity:
+        yield "What would change the choice"
+    for each in plan.sensitivity:
+        ends = [
+            f"{which} {_amount(at, each.unit)} {mode}"
+            for which, at, mode in (("below", each.below, each.becomes_below), ("above", each.above, each.becomes_above))
+            if at is not None
+        ]
+        yield f"  {each.name}, now {_amount(each.value, each.unit)}: {', '.join(ends) or 'nothing within reach'}"
+
+
+def _amount(value: float, unit: str) -> str:
+    return _ms(value) if unit == "s" else f"{value:.2f}"
+
+
 def _alternatives(plan: Plan) -> Iterator[str]:
     if not plan.alternatives:
         return
@@ -90,10 +141,20 @@ def _alternatives(plan: Plan) -> Iterator[str]:
         yield f"  {speed}{describe(other)}"
 
 
-def _inputs(profile: Profile | None) -> Iterator[str]:
+def _inputs(plan: Plan) -> Iterator[str]:
+    for title, lines in provenance(plan).items():
+        yield from (f"{title}:", *(f"  {line}" for line in lines or ["nothing"]))
+
+
+def provenance(plan: Plan) -> dict[str, list[str]]:
+    """What the prediction rests on, in lines: measured, from data sheets, assumed."""
+    profile = plan.profile
     measured, assumed = ([], []) if profile is None else (list(_measured(profile)), list(_assumed(profile)))
-    yield from ("measured:", *(f"  {line}" for line in measured or ["nothing"]))
-    yield from ("assumed:", *(f"  {line}" for line in assumed or ["nothing"]))
+    sheets = dict.fromkeys(f"{device.name}: {device.source}" for device in plan.hardware.devices if device.source)
+    if plan.hardware.is_local:
+        return {"measured": measured, "assumed": assumed}
+    stated = [line for line in assumed if line.startswith(STATED)]
+    return {"measured": measured, "data sheet": [*sheets, *stated], "assumed": [line for line in assumed if line not in stated]}
 
 
 def _measured(profile: Profile) -> Iterator[str]:
@@ -104,7 +165,9 @@ def _measured(profile: Profile) -> Iterator[str]:
         yield f"latency tables: {counts}"
         yield f"link {_ms(profile.link_seconds)} one way, host work {_ms(profile.overhead_seconds)} a round"
     if profile.acceptance_source == "measured":
-        yield f"acceptance {profile.draft_acceptance_rate:.2f} on {profile.prompt_set} prompts"
+        warmth = f" at temperature {profile.temperature:g}" if profile.temperature else ""
+        day = f", {profile.measured_on}" if profile.measured_on else ""
+        yield f"acceptance {profile.draft_acceptance_rate:.2f} on {profile.prompt_set} prompts{warmth}{day}"
     lookups = [accepted for text in profile.ngram_accepted for accepted in text]
     proposed = [accepted for accepted in lookups if accepted >= 0]
     if lookups:
@@ -120,17 +183,23 @@ def _assumed(profile: Profile) -> Iterator[str]:
         yield f"link: {_ms(profile.link_seconds)} one way, from the hardware's description"
     if profile.models.draft is None or profile.traces or any(note.startswith("hits:") for note in profile.notes):
         return
-    yield "hits: published curves of Llama-3.1-70B with Llama-3.2-1B, greedy"
+    yield f"hits: published curves of Llama-3.1-70B with Llama-3.2-1B at temperature {profile.temperature:g}"
     if profile.acceptance_source != "measured" and not any(note.startswith("acceptance:") for note in profile.notes):
         yield f"acceptance {profile.draft_acceptance_rate:.2f} at every position"
 
 
 def _cost(plan: Plan) -> str:
-    prices = [device.price_per_hour for device in plan.hardware.select(plan.placement.devices)]
+    cost = cost_per_million(plan, plan.hardware)
+    return "" if cost is None else f", ${cost:.2f} a million tokens"
+
+
+def cost_per_million(configuration: Configuration, hardware: Hardware) -> float | None:
+    """Return what a million output tokens cost in dollars, none where a device has no price or nothing is predicted."""
+    prices = [device.price_per_hour for device in hardware.select(configuration.placement.devices)]
     known = [price for price in prices if price is not None]
-    if plan.predicted is None or len(known) < len(prices) or not plan.predicted.tokens_per_second:
-        return ""
-    return f", ${sum(known) / 3600 / plan.predicted.tokens_per_second * 1e6:.2f} a million tokens"
+    if configuration.predicted is None or len(known) < len(prices) or not configuration.predicted.tokens_per_second:
+        return None
+    return sum(known) / 3600 / configuration.predicted.tokens_per_second * 1e6
 
 
 def _speedups(ar: float, sd: float | None) -> str:

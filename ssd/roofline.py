@@ -1,12 +1,6 @@
 """Latency from first principles: what a forward must read and compute, on devices that reach a known share of their stated rates.
 
-Calibration, on published anchors for bf16 on H100-SXM. Memory efficiency, seconds a layer and seconds an all-reduce were set so that
-Llama-3.1-70B on four devices decodes at the published 54.7 tokens/s (here 55.3) and a draft step of Llama-3.2-1B takes the 1.7 ms that the
-published SD and SSD rates imply together (here 1.72). Seconds a further token: a step of Qwen3-0.6B with some 18 branches is
-published at 2.54 ms (here 2.54). Not used, hence a check: AR of Qwen3-32B on four devices, published 10.3 and 11.3 ms (here 10.1), and
-its verification, published 11.45 ms (here 10.3, 10 % less). A draft forward of 0.5 ms, also quoted for Llama-3.2-1B, lies below the 0.74 ms
-that reading its weights takes at the full stated bandwidth and is not reproduced. The compute efficiency is assumed: no anchor is bound by
-arithmetic.
+Calibrated on few published figures and held against many others: `python benchmarks/roofline.py` prints both (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -16,16 +10,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ssd.acceptance import AssumedAcceptance, assumed_acceptance
-from ssd.outcomes import ASSUMED_AFTER_HIT, ASSUMED_AFTER_MISS
+from ssd.outcomes import published_misses
 from ssd.placements import placements
 from ssd.shapes import Shape, shape
-from ssd.specs import Device, ForwardLatency, Hardware, Models, Placement, Profile, Workload
+from ssd.specs import Device, ForwardLatency, Hardware, Models, Profile, Workload
 
+# Shares of the stated rates. Experts are gathered in small pieces; no published figure is bound by arithmetic, so its share is assumed.
 MEMORY_EFFICIENCY = 0.81
+EXPERT_MEMORY_EFFICIENCY = 0.52
 COMPUTE_EFFICIENCY = 0.6
+# Launching a layer; each of its two all-reduces, by what joins the devices (assumed but for NVLink); each further token.
 LAYER_SECONDS = 50e-6
-ALL_REDUCE_SECONDS = 8e-6
+ALL_REDUCE_SECONDS = {"NVLink": 8e-6, "Infinity Fabric": 8e-6, "PCIe": 20e-6}
+OTHER_ALL_REDUCE_SECONDS = 8e-6
 TOKEN_SECONDS = 40e-6
+# Sampling, verdicts and host work of a round that has drafts, beyond what a round of AR takes.
+ROUND_SECONDS = 1e-3
+GIB = 2**30
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)
 # For batches: seconds bend where rows end, which read their own contexts, and where arithmetic begins to bind.
 MORE_TOKENS = (48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2304, 4096, 8192)
@@ -39,6 +40,7 @@ class Forward:
     bytes_per_value: int
     context: int
     rows: int = 1
+    fp32: bool = False
 
     def weights(self) -> int:
         """Bytes of all weights."""
@@ -53,15 +55,31 @@ class Forward:
 
         The slower of memory and arithmetic, and overheads.
         """
+        bound = max(max(self._reading(device, tokens), self._computing(device, tokens)) for device in devices) / len(devices)
+        return bound + self.shape.layers * (LAYER_SECONDS + 2 * self._reducing(devices, tokens)) + (tokens - 1) * TOKEN_SECONDS
+
+    def _reading(self, device: Device, tokens: int) -> float:
         context = self.context * min(self.rows, tokens)
-        read = (self.shape.parameters_read + context * self.shape.kv_values_per_token) * self.bytes_per_value
-        work = 2 * self.shape.parameters_read * tokens
-        share = 1 / len(devices)
-        bound = max(
-            max(share * read / (d.memory_bandwidth * MEMORY_EFFICIENCY), share * work / (d.flops * COMPUTE_EFFICIENCY)) for d in devices
+        experts = self.shape.read(tokens) - self.shape.shared
+        values = (self.shape.shared + context * self.shape.kv_values_per_token) / MEMORY_EFFICIENCY + experts / EXPERT_MEMORY_EFFICIENCY
+        return values * self.bytes_per_value / device.memory_bandwidth
+
+    def _computing(self, device: Device, tokens: int) -> float:
+        return 2 * self.shape.active * tokens / (self.rate(device) * COMPUTE_EFFICIENCY)
+
+    def _reducing(self, devices: tuple[Device, ...], tokens: int) -> float:
+        """Seconds of one all-reduce: its latency, and a ring's 2 (n-1)/n of the activations over the slowest joint."""
+        if len(devices) == 1:
+            return 0.0
+        carried = 2 * (1 - 1 / len(devices)) * tokens * self.shape.hidden * self.bytes_per_value
+        return max(
+            ALL_REDUCE_SECONDS.get(d.interconnect, OTHER_ALL_REDUCE_SECONDS) + carried / (d.interconnect_bandwidth or float("inf"))
+            for d in devices
         )
-        reduces = 2 if len(devices) > 1 else 0
-        return bound + self.shape.layers * (LAYER_SECONDS + reduces * ALL_REDUCE_SECONDS) + (tokens - 1) * TOKEN_SECONDS
+
+    def rate(self, device: Device) -> float:
+        """FLOP a second of the type computed in."""
+        return device.flops_fp32 or device.flops if self.fp32 or device.kind == "cpu" else device.flops
 
     def spread(self, devices: tuple[Device, ...], length: int, whole: bool) -> tuple[Device, ...]:
         """The first one, two, ... of `devices` that run it best with room for `length` tokens, or if `whole` the fewest that hold it."""
@@ -76,26 +94,28 @@ def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> 
     length = workload.prompt_tokens + workload.output_tokens
     forwards = tuple(_tables(hardware, target, draft, length))
     if not any(table.model == "target" for table in forwards):
-        raise ValueError(_too_big(hardware, models, target.footprint(length)))
+        raise ValueError(_too_big(hardware, models, target, target.footprint(length)))
     acceptance = None if models.draft is None else assumed_acceptance(models.target, models.draft, workload)
     first = next(table for table in forwards if table.model == "target")
     return Profile(
         hardware=hardware.name,
         models=models,
         prompt_set=workload.prompt_set,
+        temperature=workload.temperature,
         forwards=forwards,
         prefill_seconds_per_token=_prefill(target, hardware.select(first.devices)),
         draft_acceptance_rate=acceptance.rate if acceptance else 0.0,
         acceptance_source="assumed",
         link_seconds=hardware.link_seconds,
-        overhead_seconds=0.0,
-        notes=_notes(target, draft, acceptance),
+        overhead_seconds=ROUND_SECONDS,
+        notes=(*_notes(target, draft, acceptance, workload), *_memory_notes(hardware, target, draft, first, length)),
     )
 
 
 def _forward(option: str, name: str, models: Models, workload: Workload) -> Forward:
-    width = 4 if models.dtype == "float32" else 2
-    return Forward(shape(name, option), width, workload.prompt_tokens + workload.output_tokens // 2, workload.batch_size)
+    fp32 = models.dtype == "float32"
+    context = workload.prompt_tokens + workload.output_tokens // 2
+    return Forward(shape(name, option), 4 if fp32 else 2, context, workload.batch_size, fp32)
 
 
 def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: int) -> Iterator[ForwardLatency]:
@@ -110,12 +130,17 @@ def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: 
         beside = target.footprint(length) if place.overlaps or hardware.shared_memory else 0
         if draft is not None and draft.footprint(length) + beside <= _memory(hardware, devices):
             whole = devices[0].kind != "cpu"
-            yield _table("draft", draft, devices, draft.spread(devices, length, whole))
+            used = draft.spread(devices, length, whole)
+            # On accelerators of its own it stands whole on each, and they share the branches.
+            copies = 1 if place.overlaps or not whole else len(devices) // len(used)
+            yield _table("draft", draft, devices, used, copies)
 
 
-def _table(model: Literal["target", "draft"], forward: Forward, devices: tuple[Device, ...], used: tuple[Device, ...]) -> ForwardLatency:
+def _table(
+    model: Literal["target", "draft"], forward: Forward, devices: tuple[Device, ...], used: tuple[Device, ...], copies: int = 1
+) -> ForwardLatency:
     counts = tuple(sorted({*TOKENS, *MORE_TOKENS, forward.rows}))
-    seconds = tuple(forward.seconds(used, tokens) for tokens in counts)
+    seconds = tuple(forward.seconds(used, -(-tokens // copies)) for tokens in counts)
     return ForwardLatency(model=model, devices=tuple(device.id for device in devices), tokens=counts, seconds=seconds, source="roofline")
 
 
@@ -128,34 +153,55 @@ def _smallest(devices: tuple[Device, ...]) -> int:
 
 
 def _prefill(target: Forward, devices: tuple[Device, ...]) -> float:
-    return 2 * target.shape.parameters_read / (len(devices) * min(device.flops for device in devices) * COMPUTE_EFFICIENCY)
+    return 2 * target.shape.active / (len(devices) * min(target.rate(device) for device in devices) * COMPUTE_EFFICIENCY)
 
 
-def _too_big(hardware: Hardware, models: Models, needed: int) -> str:
-    all_devices = Placement(target=tuple(device.id for device in hardware.devices))
-    room = _memory(hardware, hardware.select(all_devices.target))
+def _too_big(hardware: Hardware, models: Models, target: Forward, needed: int) -> str:
+    room, last = _memory(hardware, hardware.devices), hardware.devices[-1]
+    enough = -(-needed // _smallest(hardware.devices))
+    fits = (room / needed) * target.shape.parameters / 1e9
+    more = "a machine with more memory" if hardware.shared_memory else f"{enough}x {last.name}"
     return (
-        f"target {models.target!r} needs {needed / 2**30:.1f} GiB and hardware {hardware.name!r} has {room / 2**30:.1f}: "
-        "use more or larger devices, a smaller model, a shorter workload or a smaller batch"
+        f"target {models.target!r} needs {needed / GIB:.1f} GiB and hardware {hardware.name!r} has {room / GIB:.1f}: "
+        f"{(needed - room) / GIB:.1f} GiB are missing; {more} would hold it, and here a target of up to {fits:.0f} billion weights fits; "
+        "a shorter workload or a smaller batch needs less"
     )
 
 
-def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance | None) -> tuple[str, ...]:
+def _reduces() -> str:
+    return ", ".join(f"{seconds * 1e6:.0f} us over {name}" for name, seconds in ALL_REDUCE_SECONDS.items())
+
+
+def _memory_notes(hardware: Hardware, target: Forward, draft: Forward | None, first: ForwardLatency, length: int) -> tuple[str, ...]:
+    """Say what is needed where the target has most devices, and what a draft of its own needs."""
+    devices = hardware.select(first.devices)
+    found = [("target", target, f"{len(devices)}x{devices[0].name}", _memory(hardware, devices))]
+    if draft is not None:
+        found.append(("draft", draft, hardware.devices[-1].name, hardware.devices[-1].memory_bytes))
+    return tuple(
+        f"memory: {who} {each.weights() / GIB:.1f} GiB of weights and {(each.footprint(length) - each.weights()) / GIB:.1f} "
+        f"of keys and values in {room / GIB:.1f} of {where}"
+        for who, each, where, room in found
+    )
+
+
+def _notes(target: Forward, draft: Forward | None, acceptance: AssumedAcceptance | None, workload: Workload) -> tuple[str, ...]:
     latency: tuple[str, ...] = (
         f"latency: computed, not measured; {MEMORY_EFFICIENCY:.0%} of the stated bandwidth, {COMPUTE_EFFICIENCY:.0%} of the FLOP/s, "
-        f"{LAYER_SECONDS * 1e6:.0f} us a layer, {ALL_REDUCE_SECONDS * 1e6:.0f} us an all-reduce, {TOKEN_SECONDS * 1e6:.0f} us a token more",
+        f"{LAYER_SECONDS * 1e6:.0f} us a layer, {_reduces()} an all-reduce, {TOKEN_SECONDS * 1e6:.0f} us a token more",
         f"target: shape from {target.shape.source}; split over any number of devices, also where its heads do not divide",
-        "host work of a round: none beside what a layer takes to launch, which the calibration includes",
+        f"a round with drafts: {ROUND_SECONDS * 1e3:.0f} ms more than AR's for sampling and host work, which the calibration includes",
     )
     if target.rows > 1:
         latency += (f"batch: {target.rows} rows, each reading its own context; the seconds of a token more were calibrated on some 18",)
     if draft is None or acceptance is None:
         return latency
+    of_hit, of_miss = (published_misses(state, workload.temperature) for state in (True, False))
     return (
         *latency,
         f"draft: shape from {draft.shape.source}; on the fewest accelerators that hold it",
         acceptance.note,
-        f"hits: F cached candidates miss with chance {ASSUMED_AFTER_HIT.c} F^-{ASSUMED_AFTER_HIT.r} after a hit and "
-        f"{ASSUMED_AFTER_MISS.c} F^-{ASSUMED_AFTER_MISS.r} after a miss, as published for Llama-3.1-70B with Llama-3.2-1B, greedy",
+        f"hits: F cached candidates miss with chance {of_hit.c:.2g} F^-{of_hit.r:.2g} after a hit and {of_miss.c:.2g} F^-{of_miss.r:.2g} "
+        f"after a miss, as published for Llama-3.1-70B with Llama-3.2-1B at temperature {workload.temperature:g}",
         "prompt lookup: not measured, so backup ngram is not offered",
     )

@@ -52,7 +52,7 @@ class Search:
     """
 
     def __init__(self, outcomes: OutcomeModel, batch_size: int = 1, recorded: Recorded | None = None) -> None:
-        self.rows, self.recorded = batch_size, recorded
+        self.outcomes, self.rows, self.recorded = outcomes, batch_size, recorded
         self.backups: tuple[Backup, ...] = ("jit", "none") if recorded is None else ("jit", "none", "ngram")
         self.lookaheads = range(1, outcomes.longest + 1)
         self.law, self.curves = cache(outcomes.law), cache(outcomes.curves)
@@ -60,19 +60,38 @@ class Search:
         self.hit, self.rounds = cache(self._hit), cache(self._rounds)
         self.waits = cache(self._waits)
 
+    def of(self, outcomes: OutcomeModel) -> Search:
+        """The same search, were these the outcomes."""
+        return Search(outcomes, self.rows, self.recorded)
+
+    def scored(self, mode: Mode, pace: Pace) -> list[tuple[float, Configuration]]:
+        """Return seconds a token and configuration of `mode` at this pace, the fastest first."""
+        return sorted({"ar": self._ar, "sd": self._sd, "ssd": self._ssd}[mode](pace), key=lambda pair: pair[0])
+
     def ranked(self, mode: Mode, pace: Pace) -> list[Configuration]:
         """Return the configurations of `mode` at this pace, those with the fewest seconds a token first."""
-        found = {"ar": self._ar, "sd": self._sd, "ssd": self._ssd}[mode](pace)
-        return [configuration for _, configuration in sorted(found, key=lambda pair: pair[0])]
+        return [configuration for _, configuration in self.scored(mode, pace)]
+
+    def seconds_per_token(self, configuration: Configuration, pace: Pace) -> float:
+        """Return the expected seconds between the tokens of a request; infinite for longer drafts than the outcomes tell of."""
+        K = configuration.num_speculative_tokens
+        if self.lookaheads[-1] < K:
+            return float("inf")
+        if configuration.mode == "ar":
+            return pace.round_seconds(0, self.rows)
+        if configuration.mode == "sd":
+            return self._sd_seconds_per_token(pace, K)
+        return self.ssd_seconds_per_token(pace, K, configuration.fan_out_hit, configuration.fan_out_miss, configuration.backup)
 
     def expected(self, configuration: Configuration, pace: Pace) -> Expected:
         """Return what theory expects of one of them."""
         K, lists = configuration.num_speculative_tokens, (configuration.fan_out_hit, configuration.fan_out_miss)
+        seconds = self.seconds_per_token(configuration, pace)
         if configuration.mode == "ar":
-            return Expected(pace.round_seconds(0, self.rows))
+            return Expected(seconds)
         if configuration.mode == "sd":
-            return _rates(self._sd_seconds_per_token(pace, K), None, self.law(K), K)
-        seconds, rounds = self.ssd_seconds_per_token(pace, K, *lists, configuration.backup), self.rounds(K, *lists, configuration.backup)
+            return _rates(seconds, None, self.law(K), K)
+        rounds = self.rounds(K, *lists, configuration.backup)
         share = self._share(pace, K, *lists, configuration.backup, self.rows)
         of_hit, of_miss = (np.pad(law, (0, K + 1 - law.size)) for law in rounds.laws)
         return _rates(seconds, share, share * of_hit + (1 - share) * of_miss, rounds.mean(share, rounds.drafted))

@@ -66,7 +66,11 @@ class Device(Spec):
     memory_bytes: int = Field(gt=0, description="memory, bytes; of the whole machine where devices share it")
     memory_bandwidth: float = Field(gt=0, description="sustained read bandwidth, bytes per second")
     flops: float = Field(gt=0, description="dense matrix rate at the compute type, FLOP per second")
+    flops_fp32: float | None = Field(None, gt=0, description="dense matrix rate in fp32, FLOP per second; none if `flops` is it")
+    interconnect: str = Field("", description="what joins it to its like in one machine, such as NVLink or PCIe (no unit)")
+    interconnect_bandwidth: float | None = Field(None, gt=0, description="its rate, one way, bytes per second; none where memory is shared")
     price_per_hour: float | None = Field(None, ge=0, description="list price, US dollars per hour")
+    source: str = Field("", description="where these figures come from (no unit)")
 
     @property
     def kind(self) -> str:
@@ -144,8 +148,14 @@ class Workload(Spec):
     batch_size: int = Field(1, ge=1, le=256, description="requests decoded together (count)")
     prompt_tokens: int = Field(128, ge=1, description="length of a prompt, tokens")
     output_tokens: int = Field(128, ge=1, description="length of an output, tokens")
-    temperature: float = Field(0.0, ge=0, le=0, description="sampling temperature (no unit); this version plans for 0, and decodes at any")
+    temperature: float = Field(0.0, ge=0, le=2, description="sampling temperature (no unit)")
     prompt_set: Literal["code", "chat", "library"] = Field("code", description="the prompts that acceptance is measured on (no unit)")
+    max_seconds_per_token: float | None = Field(
+        None,
+        gt=0,
+        description="longest mean time between the tokens of a request that is bearable, seconds; for objective throughput or cost, which "
+        "then take as many requests together as keep it, up to batch_size; none for no limit",
+    )
 
 
 class SamplingParams(Spec):
@@ -255,10 +265,19 @@ class Profile(Spec):
     hardware: str = Field(description="name of the hardware (no unit)")
     models: Models = Field(description="the pair (no unit)")
     prompt_set: str = Field(description="the prompts acceptance was measured on (no unit)")
+    temperature: float = Field(0.0, ge=0, description="temperature that acceptance and hits were measured at (no unit)")
+    measured_on: str = Field("", description="day of the measurement, year-month-day; empty where nothing was measured (no unit)")
     forwards: tuple[ForwardLatency, ...] = Field(description="latency tables (list)")
     prefill_seconds_per_token: float = Field(ge=0, description="target's prefill, seconds per prompt token")
     traces: tuple[tuple[int, ...], ...] = Field(
-        (), description="for each prompt, the rank of every output token among the draft's choices, 1 being its own (rank)"
+        (),
+        description="for each prompt, the rank of every output token among the draft's choices, 1 being its own and accepted; above "
+        "temperature 0 one more than its rank among the candidates for the bonus where it was not (rank)",
+    )
+    end_traces: tuple[tuple[int, ...], ...] = Field(
+        (),
+        description="above temperature 0, for each trace the rank of every token where all draft tokens before it were accepted, under the "
+        "noise that it was drawn with; 1 is what coupling accepts (rank)",
     )
     ngram_accepted: tuple[tuple[Annotated[int, Field(ge=-1)], ...], ...] = Field(
         (),
@@ -276,7 +295,10 @@ class Profile(Spec):
 
     @model_validator(mode="after")
     def _lookups_match_traces(self) -> Self:
-        lengths, known = [len(text) for text in self.ngram_accepted], [len(text) for text in self.traces]
+        known = [len(text) for text in self.traces]
+        if self.end_traces and [len(text) for text in self.end_traces] != known:
+            raise ValueError(f"end_traces must have a rank for each in traces, texts of {known} tokens: give them so, or leave them out")
+        lengths = [len(text) for text in self.ngram_accepted]
         if lengths and lengths != known:
             raise ValueError(f"ngram_accepted has texts of {lengths} tokens, traces of {known}: give one entry for each, or leave it out")
         return self
@@ -291,6 +313,9 @@ class Prediction(Spec):
     """What a configuration is expected to do on the workload."""
 
     tokens_per_second: float = Field(ge=0, description="output tokens per second of decoding, of the whole batch, prefill apart")
+    tokens_per_second_between: tuple[float, float] | None = Field(
+        None, description="within these the speed is expected to lie, 9 times in 10, tokens per second; none where nothing is known of it"
+    )
     speedup_vs_ar: float = Field(ge=0, description="against AR at the same batch size on the target's devices, one more for SSD (ratio)")
     speedup_vs_sd: float | None = Field(None, ge=0, description="against the best SD on the target's devices (ratio)")
     speedup_vs_ar_equal_devices: float = Field(ge=0, description="against AR on every device this configuration uses (ratio)")
@@ -412,6 +437,28 @@ def check_fan_out(name: str, fan_out: tuple[int, ...], K: int) -> None:
         )
 
 
+class Considered(Spec):
+    """A draft that was planned with, and the best that came of it."""
+
+    draft: str | None = Field(description="the draft model (no unit)")
+    best: str = Field(description="the configuration in words, or why there is none (no unit)")
+    tokens_per_second: float | None = Field(
+        None, ge=0, description="its predicted speed, of the whole batch, tokens per second; none where there is none"
+    )
+
+
+class Sensitivity(Spec):
+    """How far an input must move until another mode is the better choice, all else as it is."""
+
+    name: str = Field(description="the input (no unit)")
+    unit: Literal["", "s"] = Field(description="what it is counted in: seconds, or a share where this is empty (no unit)")
+    value: float = Field(description="what the plan rests on (seconds, or a ratio)")
+    below: float | None = Field(None, description="under this the choice changes (seconds, or a ratio); none if it does not")
+    becomes_below: Mode | None = Field(None, description="to this mode (no unit)")
+    above: float | None = Field(None, description="over this the choice changes (seconds, or a ratio); none if it does not")
+    becomes_above: Mode | None = Field(None, description="to this mode (no unit)")
+
+
 class Plan(Configuration):
     """The configuration that the planner would bet on, what it was chosen for and from what it was predicted."""
 
@@ -420,6 +467,8 @@ class Plan(Configuration):
     workload: Workload = Field(Workload(), description="the load (no unit)")
     objective: Objective = Field("latency", description="what was optimised (no unit)")
     alternatives: tuple[Configuration, ...] = Field((), description="the ranked rest, AR and SD among them (list)")
+    considered: tuple[Considered, ...] = Field((), description="the drafts there were to choose from, if more than one (list)")
+    sensitivity: tuple[Sensitivity, ...] = Field((), description="what would change the choice (list)")
     profile: Profile | None = Field(None, description="what the prediction rests on, none where the plan was typed by hand (no unit)")
 
     @model_validator(mode="after")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from sim.simulate import simulate
+from ssd import prediction
 from ssd.bench.run import total
 from ssd.engine.engine import Engine
 from ssd.outcomes import outcome_model
 from ssd.pace import pace
 from ssd.placements import placements
-from ssd.prediction import _scenario
 from ssd.profiler import profile as measure_profile
 from ssd.prompts import Kind
 from ssd.prompts import prompts as prompt_texts
@@ -214,7 +214,7 @@ def scenario(case: Case, profile: Profile, output_tokens: int) -> Scenario:
     if its is None:
         raise ValueError(f"case {case.name!r}: the profile has no latencies for its placement: use one of ssd.placements.placements")
     load = Workload(batch_size=case.batch_size, prompt_tokens=case.prompt_tokens, output_tokens=output_tokens)
-    played = _scenario(configuration, its, outcome_model(profile).simulated(), load)
+    played = prediction.scenario(configuration, its, outcome_model(profile).simulated(), load, prediction.SIMULATED_TOKENS)
     prefill = case.prompt_tokens * its.prefill_seconds_per_token
     # Waves that come apart, each when the one before has long left.
     longest = 10 * case.batch_size * (prefill + output_tokens * its.verify(case.batch_size * (1 + configuration.num_speculative_tokens)))

@@ -35,3 +35,10 @@ def plan_for(tiny_pair):
     from tests.plans import hand_typed
 
     return lambda **changes: hand_typed(*tiny_pair, **changes)
+
+
+@pytest.fixture
+def _few_simulations(monkeypatch):
+    """Plans for tests of laws that a few rivals tell as well as dozens."""
+    monkeypatch.setattr("ssd.planner.SCREENED", 6)
+    monkeypatch.setattr("ssd.planner.SIMULATED", 2)

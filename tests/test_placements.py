@@ -24,9 +24,14 @@ def test_the_draft_gets_the_last_core_or_a_quarter_of_them():
 
 
 def test_the_draft_gets_the_last_accelerator():
-    assert split(ssd.Hardware.named("4xH100-SXM + 1xL40S")) == [
-        Placement(target=("cuda:0", "cuda:1", "cuda:2", "cuda:3"), draft=("cuda:4",))
-    ]
+    found = split(ssd.Hardware.named("4xH100-SXM + 1xL40S"))
+    assert found[0] == Placement(target=("cuda:0", "cuda:1", "cuda:2", "cuda:3"), draft=("cuda:4",))
+    assert all(place.draft[-1] == "cuda:4" for place in found)
+
+
+def test_the_target_is_split_over_all_the_others_or_a_power_of_two_and_the_draft_has_one_two_or_four():
+    found = [(len(place.target), len(place.draft)) for place in split(ssd.Hardware.named("8xH100-SXM"))]
+    assert found == [(7, 1), (4, 1), (2, 1), (1, 1), (6, 2), (4, 2), (2, 2), (1, 2), (4, 4), (2, 4), (1, 4)]
 
 
 @pytest.mark.parametrize("hardware", [cores(1), cores(2), cores(16), ssd.Hardware.named("1xH100-SXM"), ssd.Hardware.named("5xH100-SXM")])

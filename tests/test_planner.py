@@ -9,10 +9,12 @@ from time import process_time
 import pytest
 
 import ssd
+from benchmarks import datasheet
 from ssd.planner import MAX_ALTERNATIVES
 from ssd.specs import Hardware
 from tests.profiles import PAIR, cores, synthetic, texts
 
+pytestmark = pytest.mark.usefixtures("_few_simulations")
 TWO = cores(2)
 LONG = ssd.Workload(output_tokens=256)
 PUBLISHED = ssd.Models(target="meta-llama/Llama-3.1-70B-Instruct", draft="meta-llama/Llama-3.2-1B-Instruct")
@@ -104,6 +106,7 @@ def test_a_slow_build_asks_for_a_smaller_cache():
     assert budgets[1] < budgets[0]
 
 
+@pytest.mark.slow
 def test_more_devices_never_make_the_plan_slower():
     for models in (PUBLISHED, QWEN):
         plans = [ssd.plan(Hardware.named(f"{count}xH100-SXM"), models, LONG) for count in (2, 3, 5, 7, 8)]
@@ -236,11 +239,19 @@ def test_the_same_inputs_give_the_same_plan():
 
 
 @pytest.mark.parametrize("hardware", [TWO, cores(16)])
-def test_planning_from_a_profile_is_quick(hardware):
+def test_planning_from_a_profile_is_quick(hardware, monkeypatch):
+    monkeypatch.undo()
     profile = synthetic(hardware, traces=texts(0.8))
     start = process_time()
     ssd.plan(hardware, PAIR, LONG, profile=profile)
-    assert process_time() - start < 3
+    assert process_time() - start < 5
+
+
+def test_planning_from_a_data_sheet_is_quick(monkeypatch):
+    monkeypatch.undo()
+    start = process_time()
+    ssd.plan(Hardware.named("8xH100-SXM"), PUBLISHED, ssd.Workload(output_tokens=512))
+    assert process_time() - start < 10
 
 
 # The published set-ups, tokens a second (arXiv 2603.03251)
@@ -264,18 +275,18 @@ def test_the_published_speeds_are_met_within_a_fifth(models, prompts, ar, sd, ss
     assert speed(plan) == pytest.approx(ssd_, rel=0.2)
 
 
-def test_the_published_means_are_met_by_llama_within_a_fifth():
-    plan = ssd.plan(Hardware.named("5xH100-SXM"), PUBLISHED, ssd.Workload(output_tokens=512))
-    assert speed(best(plan, "ar", 4)) == pytest.approx(54.7, rel=0.02)
-    assert speed(best(plan, "sd", 4)) == pytest.approx(161.8, rel=0.2)
-    assert speed(plan) == pytest.approx(255.8, rel=0.2)
+@pytest.mark.parametrize("pair", datasheet.PAIRS, ids=lambda pair: pair.models.target)
+def test_published_means_are_met_from_data_sheets_within_15_percent(pair):
+    plan = datasheet.planned(pair)
+    for mode, published in zip(("ar", "sd", "ssd"), pair.published, strict=True):
+        assert speed(datasheet.best(plan, mode)) == pytest.approx(published, rel=0.15)
 
 
 def test_the_lookahead_is_what_fits_behind_the_verification():
-    """K of about T_v over a step: 6 or 7 for Llama-3.1-70B, 3 or 4 for Qwen3-32B, whose replication found 4 best."""
+    """K of about T_v over a step: 6 to 8 for Llama-3.1-70B, 4 for Qwen3-32B, as its replication found, and not the README's 7."""
     chosen = [ssd.plan(Hardware.named("5xH100-SXM"), models, LONG).num_speculative_tokens for models in (PUBLISHED, QWEN)]
     assert chosen[0] in (6, 7, 8)
-    assert chosen[1] in (3, 4)
+    assert chosen[1] == 4
 
 
 # Refusals
@@ -329,5 +340,103 @@ def test_a_mode_without_a_table_is_refused():
 
 
 def test_models_that_do_not_fit_are_refused():
-    refused("needs 131.* GiB and hardware '1xH100-SXM' has 74.5", Hardware.named("1xH100-SXM"), PUBLISHED)
+    refused(
+        "needs 131.* GiB and hardware '1xH100-SXM' has 74.5: 57.* GiB are missing; 2x H100-SXM would hold it.* up to 40 billion",
+        Hardware.named("1xH100-SXM"),
+        PUBLISHED,
+    )
     refused("mode='ssd' has no placement on '2xH100-SXM'", Hardware.named("2xH100-SXM"), PUBLISHED, mode="ssd")
+
+
+def test_a_limit_of_latency_contradicts_the_least_latency():
+    refused("contradicts objective='latency'", TWO, PAIR, ssd.Workload(max_seconds_per_token=0.1))
+
+
+def test_a_limit_that_nothing_keeps_is_refused_with_what_comes_nearest():
+    load = ssd.Workload(max_seconds_per_token=1e-4)
+    refused(r"max_seconds_per_token=0.0001 is less than 0.00\d+, the nearest", TWO, PAIR, load, "throughput", profile=synthetic(TWO))
+
+
+def test_a_profile_of_other_cores_is_refused():
+    profile = synthetic(TWO)
+    moved = tuple(table.model_copy(update={"devices": ("cpu:7",)}) for table in profile.forwards)
+    other = profile.model_copy(update={"forwards": moved})
+    refused("forwards on cpu:7, which '2 cores' does not have .*profile again", TWO, PAIR, profile=other)
+    refused("workload.temperature=1.0 does not fit the profile, made with 0.0", TWO, PAIR, ssd.Workload(temperature=1), profile=profile)
+
+
+# Under a limit of latency; several drafts; how sure it is
+
+
+@pytest.mark.slow
+def test_throughput_under_a_limit_takes_as_many_requests_together_as_keep_it():
+    tokens = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+    profile = synthetic(TWO, verify=10e-3, verify_more=1e-3, tokens=tokens)
+    rows = []
+    for limit in (8e-3, 30e-3, 1.0):
+        load = ssd.Workload(batch_size=16, output_tokens=64, max_seconds_per_token=limit)
+        plan = ssd.plan(TWO, PAIR, load, "throughput", profile)
+        rows.append(plan.workload.batch_size)
+        assert plan.workload.batch_size / speed(plan) <= limit
+    assert rows == sorted(rows)
+    assert rows[0] < rows[-1] == 16
+
+
+@pytest.mark.slow
+def test_the_better_draft_is_chosen_and_the_others_are_told_of():
+    plan = ssd.plan(Hardware.named("5xH100-SXM"), QWEN, LONG, drafts=("Qwen/Qwen3-4B", "Qwen/Qwen3-32B"))
+    # At the same assumed acceptance the smallest is best.
+    assert plan.models.draft == QWEN.draft
+    assert [each.draft for each in plan.considered] == [QWEN.draft, "Qwen/Qwen3-4B", "Qwen/Qwen3-32B"]
+    speeds = [each.tokens_per_second for each in plan.considered]
+    assert speeds[0] == speed(plan) == max(speeds)
+    assert "Drafts considered" in plan.explain()
+
+
+def test_an_interval_holds_the_prediction_and_widens_with_what_is_not_known():
+    def width(plan):
+        low, high = plan.predicted.tokens_per_second_between
+        assert low < speed(plan) < high
+        return high / low
+
+    many, few = (planned(mode="ssd", traces=texts(0.8, count=count, length=60)) for count in (40, 4))
+    assert width(many) < width(few)
+    assert width(planned(mode="ar")) < width(few)
+    known, lent = (
+        ssd.plan(Hardware.named("2xH100-SXM"), ssd.Models(target="Qwen/Qwen3-32B", draft=draft), LONG, mode="ssd")
+        for draft in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B")
+    )
+    assert width(known) < width(lent)
+
+
+@pytest.mark.slow
+def test_beyond_a_threshold_the_plan_is_what_was_said():
+    by_name = {each.name: each for each in planned(alpha=0.8, step=2e-3).sensitivity}
+    draft = by_name["a draft step"]
+    assert draft.becomes_above == "ar"
+    assert planned(alpha=0.8, step=1.25 * draft.above).mode == "ar"
+    assert planned(alpha=0.8, step=0.75 * draft.above).mode != "ar"
+    acceptance = by_name["acceptance"]
+    assert (acceptance.value, acceptance.becomes_below) == (0.8, "ar")
+    assert planned(alpha=0.75 * acceptance.below, step=2e-3).mode == "ar"
+
+
+def test_two_devices_hold_two_copies_of_a_draft_that_share_the_branches():
+    profile = ssd.plan(Hardware.named("6xH100-SXM"), PUBLISHED, LONG).profile
+    one, two = (profile.forward("draft", ids) for ids in (("cuda:5",), ("cuda:4", "cuda:5")))
+    for tokens, alone, shared in zip(one.tokens, one.seconds, two.seconds, strict=True):
+        assert shared <= alone
+        if tokens > 1 and tokens % 2 == 0 and tokens // 2 in one.tokens:
+            assert shared == one.seconds[one.tokens.index(tokens // 2)]
+
+
+def test_where_confidence_is_calibrated_outcomes_are_chosen_anew_each_round():
+    counts = (5.0,) * 18
+    known = synthetic(TWO, traces=texts(0.8)).model_copy(
+        update={"calibration": (ssd.specs.Calibrated(kind="greedy sent", trials=counts, successes=counts),)}
+    )
+    plan = ssd.plan(TWO, PAIR, LONG, profile=known, mode="ssd")
+    lists = plan.alternatives[0]
+    assert (plan.fan_out_hit, plan.budget) == ((), sum(lists.fan_out_hit))
+    assert plan.predicted == lists.predicted
+    assert f"{plan.budget} cached outcomes chosen anew" in plan.explain()

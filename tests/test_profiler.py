@@ -10,7 +10,7 @@ import ssd
 from sim.outcomes import outcome_at
 from ssd.engine.ngram import Lookup
 from ssd.placements import placements
-from ssd.profiler import BRANCHES, LOOKUP_TOKENS, POINT_SECONDS, PROMPTS, REPEATS, TRACE_TOKENS, VERIFY_TOKENS, _Profiler
+from ssd.profiler import BRANCHES, LOOKUP_TOKENS, POINT_SECONDS, PROMPTS, REPEATS, REPLAYS, TRACE_TOKENS, VERIFY_TOKENS, _Profiler
 from ssd.specs import Configuration, Models, Placement, Profile, SamplingParams, Workload
 from tests.plans import CORES, hand_typed, two_cores
 
@@ -131,3 +131,25 @@ def test_another_machine_cannot_be_measured_from_here(tiny_pair):
 
 def test_the_default_prompts_are_enough_for_more_than_one_text():
     assert PROMPTS >= 4
+
+
+def test_at_a_temperature_texts_are_sampled_and_acceptance_is_of_that_temperature(tiny_pair):
+    models = Models(target=tiny_pair[0], draft=tiny_pair[1])
+    load = Workload(prompt_tokens=8, output_tokens=16, temperature=1.0)
+    found = ssd.profile(two_cores(), models, load, prompts=TEXTS[:2])
+    assert (found.temperature, found.acceptance_source) == (1, "measured")
+    assert [len(text) for text in found.end_traces] == [len(text) for text in found.traces]
+    assert len(found.ngram_accepted) == len(found.traces) == 2 * REPLAYS
+    share = sum(text.count(1) for text in found.traces) / sum(map(len, found.traces))
+    assert found.draft_acceptance_rate == pytest.approx(share)
+    plan = ssd.plan(two_cores(), models, load, profile=found)
+    assert plan.workload.temperature == 1
+    with pytest.raises(ValueError, match=r"workload.temperature=0.0 does not fit the profile, made with 1.0 on 20"):
+        ssd.plan(two_cores(), models, load.model_copy(update={"temperature": 0.0}), profile=found)
+
+
+def test_sampled_acceptance_of_a_draft_that_is_the_target_is_one(tiny_pair):
+    models = Models(target=tiny_pair[0], draft=tiny_pair[0])
+    load = Workload(prompt_tokens=8, output_tokens=8, temperature=1.0)
+    found = ssd.profile(two_cores(), models, load, prompts=TEXTS[:1])
+    assert {rank for text in (*found.traces, *found.end_traces) for rank in text} == {1}

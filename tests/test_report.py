@@ -6,6 +6,7 @@ import ssd
 from ssd.specs import Placement, Plan
 from tests.profiles import PAIR, cores, synthetic, texts
 
+pytestmark = pytest.mark.usefixtures("_few_simulations")
 TWO = cores(2)
 
 
@@ -50,9 +51,9 @@ def test_only_ssd_has_a_cache_to_speak_of():
         assert "with the same devices" in text
 
 
-def test_it_is_about_a_dozen_lines_before_the_inputs():
+def test_it_is_about_twenty_lines_before_the_inputs():
     lines = explained("ssd", traces=texts(0.8))[1].splitlines()
-    assert 8 <= lines.index("measured:") <= 14
+    assert 8 <= lines.index("measured:") <= 20
     assert max(map(len, lines)) < 180
 
 
@@ -71,10 +72,12 @@ def test_hit_curves_that_were_not_measured_are_called_assumed():
 
 def test_offline_everything_is_assumed():
     plan = ssd.plan(ssd.Hardware.named("2xH100-SXM"), ssd.Models(target="Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B"))
-    measured, assumed = plan.explain().split("measured:")[1].split("assumed:")
-    assert measured.strip() == "nothing"
+    sheets, assumed = plan.explain().split("data sheet:")[1].split("assumed:")
+    assert plan.explain().split("measured:")[1].split("data sheet:")[0].strip() == "nothing"
+    assert sheets.strip().startswith("H100-SXM: NVIDIA H100 Tensor Core GPU datasheet")
     for note in plan.profile.notes:
-        assert note in assumed
+        assert (note in sheets) == note.startswith(("target: shape", "draft: shape", "memory:"))
+        assert (note in assumed) != (note in sheets)
     assert "from the hardware's description" in assumed
 
 
@@ -112,3 +115,20 @@ def test_a_plan_for_a_batch_says_so_and_from_which_size_on_another_backup_is_ahe
 def test_a_backup_that_was_not_measured_is_said_not_to_be_offered():
     plan = ssd.plan(ssd.Hardware.named("2xH100-SXM"), ssd.Models(target="Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B"))
     assert "prompt lookup: not measured, so backup ngram is not offered" in plan.explain()
+
+
+def test_the_lookahead_is_explained_by_what_one_token_more_would_take():
+    # Steps of 1 ms: 8 + 1 of them fit in 10 ms, and the longest draft known is 8; of 2 ms, 4 + 1 do and 5 + 1 do not.
+    plan, text = explained("ssd", traces=texts(0.9), step=2e-3, step_more=0.0, verify_more=0.0)
+    assert plan.num_speculative_tokens == 4
+    assert (
+        "why K=4: the cache is built in 4 + 1 draft steps, 10.0 ms of the 10.0 ms that a round lasts; K=5 would take 12.0 ms, more" in text
+    )
+
+
+def test_the_choice_is_told_what_would_change_it():
+    _, text = explained(traces=texts(0.8))
+    lines = text.split("What would change the choice")[1].split("measured:")[0].strip().splitlines()
+    assert [line.split(",")[0].strip() for line in lines] == ["acceptance", "a draft step", "link"]
+    assert "above" in lines[1]
+    assert lines[1].endswith("ar")

@@ -3,8 +3,9 @@
 import pytest
 
 import ssd
+from benchmarks.roofline import ANCHORS
 from ssd.acceptance import assumed_acceptance
-from ssd.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, TOKENS, Forward, roofline_profile
+from ssd.roofline import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, TOKEN_SECONDS, TOKENS, Forward, roofline_profile
 from ssd.shapes import shape
 
 H100 = ssd.Hardware.named("5xH100-SXM")
@@ -13,29 +14,35 @@ QWEN = ssd.Models(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B")
 LOAD = ssd.Workload(prompt_tokens=128, output_tokens=512)
 
 
-def milliseconds(name: str, devices: int, tokens: int) -> float:
-    return 1e3 * Forward(shape(name), 2, 384).seconds(H100.devices[:devices], tokens)
+@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda a: f"{a.model} {a.devices} {a.tokens}")
+def test_latency_against_published_figures(anchor):
+    assert abs(anchor.error) < (0.07 if anchor.calibrates else 0.105)
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "tokens", "published", "error"),
-    [
-        # The first three were calibrated on; what the others miss by is the model's error.
-        ("Llama-3.1-70B-Instruct", 4, 1, 1e3 / 54.7, -0.01),
-        ("Llama-3.2-1B-Instruct", 1, 1, 1.7, 0.01),
-        ("Qwen3-0.6B", 1, 18, 2.54, 0.0),
-        ("Qwen3-32B", 4, 6, 11.45, -0.10),
-        ("Qwen3-32B", 4, 1, 1e3 / 97.4, -0.01),
-        ("Qwen3-32B", 4, 1, 1e3 / 88.8, -0.10),
-        ("Llama-3.2-1B-Instruct", 1, 1, 0.5, 2.44),
-    ],
-)
-def test_latency_against_published_anchors(name, devices, tokens, published, error):
-    assert milliseconds(name, devices, tokens) / published - 1 == pytest.approx(error, abs=0.01)
+def test_a_slower_joint_makes_splitting_dearer():
+    fast, slow = (Forward(shape("Qwen3-32B"), 2, 100) for _ in range(2))
+    nvlink = H100.devices[:4]
+    pcie = tuple(d.model_copy(update={"interconnect": "PCIe", "interconnect_bandwidth": 64e9}) for d in nvlink)
+    for tokens in (1, 64, 4096):
+        assert slow.seconds(pcie, tokens) > fast.seconds(nvlink, tokens)
+    # With many tokens the activations weigh, not the latency alone.
+    assert slow.seconds(pcie, 4096) - fast.seconds(nvlink, 4096) > 5 * (slow.seconds(pcie, 1) - fast.seconds(nvlink, 1))
+    assert slow.seconds(pcie[:1], 64) == fast.seconds(nvlink[:1], 64)
+
+
+def test_a_mixture_reads_more_for_more_tokens_and_a_dense_model_does_not():
+    (device,) = H100.devices[:1]
+
+    def growth(name):
+        forward = Forward(shape(name), 2, 0)
+        return forward.seconds((device,), 8) - forward.seconds((device,), 1) - 7 * TOKEN_SECONDS
+
+    assert growth("Qwen3-14B") == pytest.approx(0, abs=1e-9)
+    assert growth("Qwen3-30B-A3B") > 2e-3
 
 
 def test_half_a_millisecond_for_a_billion_weights_is_less_than_reading_them_takes():
-    read = shape("Llama-3.2-1B-Instruct").parameters_read * 2 / H100.devices[0].memory_bandwidth
+    read = shape("Llama-3.2-1B-Instruct").read() * 2 / H100.devices[0].memory_bandwidth
     assert read > 0.7e-3
 
 
@@ -51,15 +58,17 @@ def test_few_tokens_are_bound_by_memory_and_many_by_arithmetic():
     (device,) = H100.devices[:1]
     plain = shape("Qwen3-32B")
     forward = Forward(plain, 2, 0)
-    launch = forward.seconds((device,), 1) - 2 * plain.parameters_read / (device.memory_bandwidth * MEMORY_EFFICIENCY)
+    launch = forward.seconds((device,), 1) - 2 * plain.shared / (device.memory_bandwidth * MEMORY_EFFICIENCY)
     assert launch == pytest.approx(plain.layers * 50e-6)
-    assert forward.seconds((device,), 8192) > 2 * plain.parameters_read * 8192 / (device.flops * COMPUTE_EFFICIENCY)
+    assert forward.seconds((device,), 8192) > 2 * plain.active * 8192 / (device.flops * COMPUTE_EFFICIENCY)
 
 
 def test_wider_values_take_longer():
     models = QWEN.model_copy(update={"dtype": "float32"})
-    for wide, narrow in zip(roofline_profile(H100, models, LOAD).forwards, roofline_profile(H100, QWEN, LOAD).forwards, strict=True):
-        assert wide.devices == narrow.devices
+    # Of the wide target one device is too small.
+    known = {(table.model, table.devices): table for table in roofline_profile(H100, QWEN, LOAD).forwards}
+    for wide in roofline_profile(H100, models, LOAD).forwards:
+        narrow = known[wide.model, wide.devices]
         # Where arithmetic binds, what is read does not matter.
         for tokens, w, n in zip(wide.tokens, wide.seconds, narrow.seconds, strict=True):
             assert w > n if tokens <= max(TOKENS) else w >= n
@@ -76,16 +85,21 @@ def test_everything_assumed_is_said():
     assert profile.acceptance_source == "assumed"
     assert {table.source for table in profile.forwards} == {"roofline"}
     words = "\n".join(profile.notes)
-    for part in ("81%", "50 us a layer", "8 us an all-reduce", "acceptance: 0.895", "0.28 F^-0.54", "0.57 F^-0.47", "config.json"):
+    for part in ("81%", "50 us a layer", "8 us over NVLink", "acceptance: 0.903", "0.28 F^-0.54", "0.57 F^-0.47", "config.json"):
         assert part in words
 
 
 def test_acceptance_depends_on_pair_and_prompts():
     code, chat = (ssd.Workload(prompt_set=name) for name in ("code", "chat"))
     known = assumed_acceptance("meta-llama/llama-3.1-70b-instruct", "meta-llama/Llama-3.2-1B-Instruct", code)
-    assert (known.rate, "another pair" in known.note) == (0.895, False)
+    assert (known.rate, "another pair" in known.note) == (0.903, False)
     assert assumed_acceptance(QWEN.target, str(QWEN.draft), code).rate < known.rate
     assert assumed_acceptance(LLAMA.target, str(LLAMA.draft), chat).rate < known.rate
+    # Another draft of a known target is taken to be as good as the known one, until it is measured.
+    other = assumed_acceptance(QWEN.target, "Qwen/Qwen3-1.7B", code)
+    assert (other.rate, other.lent) == (assumed_acceptance(QWEN.target, str(QWEN.draft), code).rate, True)
+    warm = [assumed_acceptance(LLAMA.target, str(LLAMA.draft), ssd.Workload(temperature=T)).rate for T in (0, 0.5, 1)]
+    assert warm == sorted(warm, reverse=True)
     lent = assumed_acceptance("a/b", "c/d", code)
     assert (lent.rate, "another pair" in lent.note) == (known.rate, True)
 

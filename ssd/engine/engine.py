@@ -15,6 +15,7 @@ from typing import Self
 
 from sim.metrics import Metrics
 from sim.timeline import Span, Timeline
+from ssd.catalog import check_here
 from ssd.devices import check_present, pin, pinned, torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
@@ -69,6 +70,7 @@ class Engine:
             raise ValueError(f"deadline={deadline}: give the seconds to wait for a draft, more than 0 and at most {LONGEST_DEADLINE:.0f}")
         self.max_num_seqs = _count("max_num_seqs", plan.workload.batch_size if max_num_seqs is None else max_num_seqs)
         self.plan, self.deadline = plan, deadline
+        check_here(plan.hardware)
         self.pair = inspect(plan.models)
         self._check_configuration(plan, self.pair)
         self.peer: DraftPeer | None = None
