@@ -166,7 +166,7 @@ class Target:
         """Return what each of n rows emits. logits `[K+1, vocabulary]` of each row's draft of K tokens; one transfer to the host."""
         n, vocab_size = len(rows), logits[0].shape[-1]
         width = max(map(len, logits))
-        every = self._parameters(rows, width, vocab_size)
+        every, judged = self._parameters(rows, width, vocab_size), list(zip(rows, drafts, strict=True))
         # A shorter draft is filled up; what is read there, nobody uses.
         stacked = torch.stack(list(logits)) if min(map(len, logits)) == width else torch.nn.utils.rnn.pad_sequence(list(logits), True)
         length = np.array([len(row.tokens) for row in rows])[:, None] + np.arange(width)
@@ -175,7 +175,8 @@ class Target:
         # Where all rows are greedy only the largest counts, and it is the same before and after.
         log_p = scores if every.greedy else log_law(scores, every)
         accept, target = (None, None) if every.greedy else self._keys(rows, drafts, length)
-        couples = [row.params.verification == "coupled" or row.params.temperature == 0 for row in rows]
+        # Where nothing was drafted, rejection comes to the draw that coupling makes.
+        couples = [row.params.verification == "coupled" or row.params.temperature == 0 or not draft.tokens for row, draft in judged]
         if all(couples):
             # The target's own tokens are all that is read back: a draft token stands where it is the same.
             own = draw(log_p, None if target is None else target.flatten()).view(n, width).tolist()
