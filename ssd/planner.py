@@ -25,6 +25,9 @@ MAX_ALTERNATIVES = 10
 THEORY_ERROR = 0.15
 SIMPLEST_BACKUP: tuple[Backup, ...] = ("jit", "none", "ngram")
 
+# To weigh outcomes takes the draft about a millisecond a round, which must be little beside a verification.
+WORTH_WEIGHING = 20e-3
+
 
 def plan(
     hardware: Hardware,
@@ -283,7 +286,7 @@ class _Task:
         fields = {name: getattr(chosen, name) for name in Configuration.model_fields}
         if chosen.mode != "ar":
             fields["verification"] = self.verification
-        if chosen.mode == "ssd" and self._is_calibrated:
+        if chosen.mode == "ssd" and self._is_calibrated and best.pace.verify(1) >= WORTH_WEIGHING:
             # In every table of docs/policies.md the adaptive choice hits no less than lists of as many outcomes, by which it is predicted.
             fields |= {"fan_out_hit": (), "fan_out_miss": (), "budget": sum(chosen.fan_out_hit)}
             rest = (chosen, *rest)

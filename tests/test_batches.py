@@ -14,7 +14,7 @@ from ssd.lookup import Recorded
 from ssd.outcomes import outcome_model
 from ssd.pace import pace
 from ssd.placements import placements
-from ssd.planner import _paces, _Ranking
+from ssd.planner import _paces, _Task
 from ssd.prediction import Played, play, reckon
 from ssd.roofline import Forward, roofline_profile
 from ssd.search import Search
@@ -241,8 +241,9 @@ def test_of_backups_that_are_equally_fast_the_simplest_is_chosen():
     its, lists = constant(1e-3), {"fan_out_hit": (1, 1), "fan_out_miss": (1, 1)}
     ways = [Configuration(mode="ssd", num_speculative_tokens=1, placement=APART, backup=b, **lists) for b in ("ngram", "none", "jit")]
     alike = [Played(way, its, 100.0, 0.5, 0.5, 1.5, "theory") for way in ways]
-    assert _Ranking(TWO, "latency").best(alike).configuration.backup == "jit"
-    assert _Ranking(TWO, "latency").best(alike[:2]).configuration.backup == "none"
+    task = _Task(TWO, PAIR, Workload(), "latency", synthetic(TWO, traces=TEXTS), None)
+    assert task._best(alike).configuration.backup == "jit"
+    assert task._best(alike[:2]).configuration.backup == "none"
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -293,7 +294,7 @@ def test_a_batch_whose_contexts_do_not_fit_is_refused_with_the_remedy():
     hardware, models = Hardware.named("2xH100-SXM"), ssd.Models(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B")
     load = Workload(prompt_tokens=8000, output_tokens=192)
     assert roofline_profile(hardware, models, load).forward("target", ("cuda:0", "cuda:1")) is not None
-    with pytest.raises(ValueError, match="use more or larger devices, a smaller model, a shorter workload or a smaller batch"):
+    with pytest.raises(ValueError, match=r"GiB are missing.*a shorter workload or a smaller batch needs less"):
         roofline_profile(hardware, models, load.model_copy(update={"batch_size": 256}))
 
 
