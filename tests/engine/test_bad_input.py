@@ -151,7 +151,7 @@ def test_a_missing_plan_file_is_named(tmp_path):
         (lambda: SamplingParams(logprobs=100), "logprobs"),
         (lambda: SamplingParams(verification="greedy"), "verification"),
         (lambda: Workload(batch_size=257), "batch_size"),
-        (lambda: Workload(temperature=0.7), "temperature"),
+        (lambda: Workload(temperature=-0.7), "temperature"),
         (lambda: Models(target=""), "target"),
         (lambda: Configuration(mode="beam", placement=Placement(target=("cpu:0",))), "mode"),
     ],

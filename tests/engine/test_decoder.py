@@ -485,7 +485,7 @@ def test_threads_that_ask_for_the_same_kernel_at_once_get_the_same():
         functools.partial(decoder_kernel.attend_tile, 4, 17),
         functools.partial(decoder_kernel.norm_kernel, 32),
         functools.partial(decoder_kernel.turn_kernel, 32, True),
-        functools.partial(linear_kernel._kernel, 17, 4, "gated"),
+        functools.partial(linear_kernel._kernel, 17, 4, "bf16", "gated"),
         functools.partial(noise_kernel.kernel, 4, (1, 2, 3)),
     ):
         with ThreadPoolExecutor(4) as pool:
