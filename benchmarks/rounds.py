@@ -106,7 +106,7 @@ def plot(files: list[Path], out: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms a round")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="upper right", frameon=False)
     figure.tight_layout()
     figure.savefig(out)
 
