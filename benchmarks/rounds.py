@@ -54,7 +54,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     watch(target.Target, "round", seconds, "round")
     watch(scheduler.Scheduler, "step", seconds, "step")
     typed = {"num_speculative_tokens": given.k, "fan_out": given.fan_out, "backup": given.backup, "prompt_set": given.prompt_set}
-    plan = plan_to_run(Asked(target=given.target, draft=given.draft, mode="ssd", **typed), lambda *_: None)
+    plan = plan_to_run(Asked(target=given.target, draft=[given.draft] if given.draft else None, mode="ssd", **typed), lambda *_: None)
     texts = prompts(given.prompt_set, given.num_prompts + 1, inspect(plan.models).tokenizer)
     params = SamplingParams(max_tokens=given.output_tokens, temperature=given.temperature, seed=1 if given.temperature else None)
     alone = Configuration(mode="ar", placement=Placement(target=plan.placement.target))

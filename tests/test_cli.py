@@ -193,7 +193,7 @@ def test_bench_measures_this_machine_once_for_the_heaviest_point(common, saved, 
 
     monkeypatch.setattr("ssd.planner.plan", planned)
     target, draft, machine = common[1], common[3], common[5]
-    plans = plans_to_run(Asked(target=target, draft=draft, hardware=machine), Axes.typed("1,8,2", None, None, None, "0"))
+    plans = plans_to_run(Asked(target=target, draft=[draft], hardware=machine), Axes.typed("1,8,2", None, None, None, "0"))
     assert asked == [8]
     assert [(one.workload.batch_size, one.profile) for one in plans] == [(1, profile), (8, profile), (2, profile)]
 
