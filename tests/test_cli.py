@@ -89,6 +89,7 @@ def test_generate_gives_the_text_on_stdout_and_one_line_of_metrics_on_stderr(com
     assert "hit rate" not in plain.stderr
 
 
+@pytest.mark.slow
 def test_generate_takes_sampling_options_and_a_seed_repeats_the_text(saved, capsys):
     options = ["--temperature", "0.9", "--top-k", "20", "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1", "--seed", "3"]
     texts = []

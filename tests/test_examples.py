@@ -28,12 +28,14 @@ def test_quickstart_plans_and_decodes():
     assert len(text.splitlines()[-1]) > 0
 
 
+@pytest.mark.slow
 def test_plan_elsewhere_compares_machines():
     text = example("plan_elsewhere.py")
     assert text.startswith("Plan for meta-llama/Llama-3.1-70B")
     assert text.count(" ssd ") >= 4
 
 
+@pytest.mark.slow
 def test_timeline_shows_the_overlap_and_saves_a_trace(tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")

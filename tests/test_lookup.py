@@ -61,6 +61,7 @@ def test_easy_stretches_are_passed_in_few_rounds():
     assert 1 + rounds.laws[1] @ range(5) == pytest.approx(199 / 119, rel=0.02)
 
 
+@pytest.mark.slow
 @given(st.floats(0.1, 0.9), st.integers(1, 6), st.integers(0, 5))
 def test_a_lookup_as_good_as_the_draft_has_the_drafts_law(alpha, K, seed):
     ranks = texts(alpha, seed=seed, length=2000)

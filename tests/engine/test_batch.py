@@ -149,6 +149,7 @@ def near(both, one, ours, alone) -> bool:
     return float(best[0] - best[1]) < NEAR_TIE
 
 
+@pytest.mark.slow
 def test_rejection_with_whole_drafts_and_jit_gives_in_any_batch_what_sd_gives_alone():
     seen: Counter = Counter()
 

@@ -203,6 +203,7 @@ with ssd.Engine.from_plan(ssd.Plan.load(sys.argv[2])) as engine:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_the_drafts_process_imports_what_the_callers_does(plan_for, tmp_path):
     """The path that a script has put together holds, and a module that lies in the working directory does not."""
@@ -217,6 +218,7 @@ def test_the_drafts_process_imports_what_the_callers_does(plan_for, tmp_path):
     assert done.stdout.strip() == "ok", done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_interrupts_at_any_moment_leave_an_engine_that_decodes_the_same(plan_for):
     def interrupt(*_):
@@ -263,6 +265,7 @@ def test_every_draft_sent_is_the_drafts_own_greedy_continuation(architecture, pa
     assert hits > 3
 
 
+@pytest.mark.slow
 def test_after_a_hit_the_list_for_hits_is_used_and_after_a_miss_the_other():
     target = tiny_model("llama", 42)
     whole = (target.config.vocab_size,) * 3

@@ -189,7 +189,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [*SLOW, signal.SIGKILL])
 def test_whatever_ends_the_engines_process_ends_the_drafts(plan_for, tmp_path, number):
     plan_for().save(tmp_path / "plan.json")
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "plan.json")]

@@ -153,6 +153,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_whatever_the_request_asks(
     assert sum(bool(r.hit) for r in request.rounds) > 5
 
 
+@pytest.mark.slow
 def test_shared_noise_hits_more_often_than_ranking_by_probability():
     """At temperature 1, with the same tokens either way."""
     target = tiny_model("llama", 77)
@@ -172,6 +173,7 @@ def test_shared_noise_hits_more_often_than_ranking_by_probability():
     assert rates["shared_noise"] > rates["probability"] + 0.05, rates
 
 
+@pytest.mark.slow
 def test_saguaros_factor_moves_rejections_onto_what_is_cached():
     """The tokens pressed down are those that are cached, not the best of the pressed law."""
     target = tiny_model("llama", 79)
