@@ -53,7 +53,8 @@ def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            # Its threads sleep once a forward is done: with a core shared, the target's turn has come.
+            env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path},
         )
     link = Link(Connection(ours.detach()))
     try:
