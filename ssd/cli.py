@@ -78,7 +78,7 @@ def plan(
 def profile(asked: Asked, save: Save = None, as_json: Json = False) -> None:
     """Measure a pair on this machine.
 
-    Latency tables and acceptance as JSON, to --save or else to stdout.
+    Latency tables and acceptance as JSON, to --save or else to stdout. With --save, a run that was broken off goes on where it ended.
     """
     from ssd.options import hardware_for, models_for, one_draft, workload_for
 
@@ -88,7 +88,8 @@ def profile(asked: Asked, save: Save = None, as_json: Json = False) -> None:
     from ssd.profiler import profile as measure
 
     with _progress() as tell:
-        found = measure(hardware, models, workload, progress=tell)
+        partial = None if save is None else save.with_name(save.name + ".partial")
+        found = measure(hardware, models, workload, progress=tell, partial=partial)
     text = found.model_dump_json(indent=2)
     if save is not None:
         _write(save, text)

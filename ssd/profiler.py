@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
-from functools import partial
+from functools import partial as bound
+from pathlib import Path
 from time import monotonic
 from typing import Literal, TypeVar
 
@@ -23,6 +24,7 @@ from ssd.progress import Progress
 from ssd.prompts import prompts as prompt_texts
 from ssd.scoring import replay
 from ssd.specs import Calibrated, Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Workload
+from ssd.stages import Stages
 from theory.calibration import Calibration
 
 VERIFY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
@@ -42,6 +44,8 @@ BUSY_BRANCHES = 4
 BUSY_TOKENS = 4
 
 Model = Literal["target", "draft"]
+# Token ids of prompts and outputs; host seconds a round apart from the rest; prefill seconds a token.
+Decoded = tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], float, float]
 T = TypeVar("T")
 
 
@@ -52,12 +56,14 @@ def profile(
     *,
     prompts: Sequence[str] | None = None,
     progress: Progress | None = None,
+    partial: Path | None = None,
 ) -> Profile:
     """Measure `models` on `hardware`, which must be this machine, in a minute or two for models of a billion weights.
 
     For batches the forwards have the tokens of all their rows, packed into one: what reading the contexts of further rows takes is not in.
     prompts: texts to measure acceptance on, else a few of the workload's prompt set. progress is called with what is being measured and
-    the share done, 0..1. ValueError where the hardware is another machine.
+    the share done, 0..1. partial: a file for finished stages, so that the same call goes on after a break; it is gone when all is done.
+    ValueError where the hardware is another machine.
     """
     workload = workload or Workload()
     if not hardware.is_local:
@@ -65,10 +71,13 @@ def profile(
     places = placements(hardware)
     if models.draft is None:
         places = tuple(Placement(target=place.target) for place in places if place.overlaps or len(hardware.devices) == 1)
+    stages = Stages(partial, [hardware.name, *(each.model_dump(mode="json") for each in (models, workload)), list(prompts or ())])
     with Engine.from_plan(_first_plan(hardware, models, places)) as engine:
-        profiler = _Profiler(engine, workload, progress or (lambda *_: None))
+        profiler = _Profiler(engine, workload, progress or (lambda *_: None), stages)
         found = profiler.run(places, prompts)
-    return profiler.replayed(found) if workload.temperature > 0 and models.draft is not None else found
+    found = profiler.replayed(found) if workload.temperature > 0 and models.draft is not None else found
+    stages.finish()
+    return found
 
 
 def _first_plan(hardware: Hardware, models: Models, places: Sequence[Placement]) -> Plan:
@@ -82,8 +91,9 @@ def _first_plan(hardware: Hardware, models: Models, places: Sequence[Placement])
 class _Profiler:
     """The measurements on one running engine."""
 
-    def __init__(self, engine: Engine, workload: Workload, progress: Progress) -> None:
+    def __init__(self, engine: Engine, workload: Workload, progress: Progress, stages: Stages | None = None) -> None:
         self.engine, self.workload, self.progress = engine, workload, progress
+        self.once = (stages or Stages(None, None)).once
         self.context = workload.prompt_tokens + workload.output_tokens // 2
         self.rows = workload.batch_size
 
@@ -91,12 +101,12 @@ class _Profiler:
         """Measure everything and put it together."""
         models = self.engine.plan.models
         texts = list(prompts or prompt_texts(self.workload.prompt_set, PROMPTS, self.engine.pair.tokenizer))
-        outputs, overhead, prefill = self._decode(texts)
+        outputs, overhead, prefill = self.once("texts", Decoded, lambda: self._decode(texts))
         self.outputs = outputs
         greedy = self.workload.temperature == 0
-        scored = self._scored(outputs) if models.draft is not None and greedy else []
+        scored = self.once("ranks", list[Scored], lambda: self._scored(outputs)) if models.draft is not None and greedy else []
         traces = tuple(one.ranks for one in scored)
-        forwards = [table for place, share in _with_share(places) for table in self._forwards(place, share)]
+        forwards = [table for place, share in _with_share(places) for table in self._at(place, share)]
         rounds = rounds_of(traces, TEXT_LOOKAHEAD) if traces else []
         accepted, tried = sum(k for k, _ in rounds), sum(min(k + 1, TEXT_LOOKAHEAD) for k, _ in rounds)
         return Profile(
@@ -142,7 +152,7 @@ class _Profiler:
             }
         )
 
-    def _decode(self, texts: Sequence[str]) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], float, float]:
+    def _decode(self, texts: Sequence[str]) -> Decoded:
         """Decode the prompts; return (prompt, output) token ids, host seconds a round apart from the rest, prefill seconds a token."""
         outputs, overheads, prefills = [], [], []
         for place, text in enumerate(texts):
@@ -168,6 +178,10 @@ class _Profiler:
             seconds = [_seconds_of(lambda: self._ask(Ping(), Ping)) for _ in range(50)]
         return statistics.median(seconds) / 2
 
+    def _at(self, place: Placement, share: float) -> list[ForwardLatency]:
+        name = f"forwards on {' '.join(place.target)} and {' '.join(place.draft)}"
+        return self.once(name, list[ForwardLatency], lambda: list(self._forwards(place, share)))
+
     def _forwards(self, place: Placement, share: float) -> Iterator[ForwardLatency]:
         """Time both models at `place`: alone where they take turns there, each beside the other where they do not."""
         self.progress(f"forwards on {', '.join(place.devices)}", 0.4 + 0.6 * share)
@@ -175,14 +189,14 @@ class _Profiler:
         if place.draft:
             configuration = Configuration(mode="sd", num_speculative_tokens=1, placement=place)
             self.engine.configure(configuration)
-        target, draft = (partial(measure, place, alone=alone) for measure in (self._target, self._draft))
+        target, draft = (bound(measure, place, alone=alone) for measure in (self._target, self._draft))
         yield _table("target", place.target, self._timed(self._sizes(VERIFY_TOKENS), target), not alone)
         if place.draft:
             yield _table("draft", place.draft, self._timed(self._sizes(BRANCHES), draft), not alone)
             if not alone:
                 # After a miss it drafts for the rows that missed while the target waits.
                 waited = sorted({1, -(-self.rows // 4), -(-self.rows // 2), self.rows})
-                yield _table("draft", place.draft, self._timed(waited, partial(self._draft, place, alone=True)), False)
+                yield _table("draft", place.draft, self._timed(waited, bound(self._draft, place, alone=True)), False)
 
     def _sizes(self, each: Sequence[int]) -> list[int]:
         """Tokens of a forward with so many in each row of the batch, every other of these where it has several, and of a forward of one."""

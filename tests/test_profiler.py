@@ -12,6 +12,7 @@ from ssd.engine.ngram import Lookup
 from ssd.placements import placements
 from ssd.profiler import BRANCHES, LOOKUP_TOKENS, POINT_SECONDS, PROMPTS, REPEATS, REPLAYS, TRACE_TOKENS, VERIFY_TOKENS, _Profiler
 from ssd.specs import Configuration, Models, Placement, Profile, SamplingParams, Workload
+from ssd.stages import Stages
 from tests.plans import CORES, hand_typed, two_cores
 
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -153,3 +154,37 @@ def test_sampled_acceptance_of_a_draft_that_is_the_target_is_one(tiny_pair):
     load = Workload(prompt_tokens=8, output_tokens=8, temperature=1.0)
     found = ssd.profile(two_cores(), models, load, prompts=TEXTS[:1])
     assert {rank for text in (*found.traces, *found.end_traces) for rank in text} == {1}
+
+
+def test_a_profile_that_was_broken_off_goes_on_where_it_ended(tiny_pair, tmp_path, monkeypatch):
+    models, load, partial = Models(target=tiny_pair[0], draft=tiny_pair[1]), Workload(prompt_tokens=8, output_tokens=16), tmp_path / "p"
+    whole, calls = _Profiler._forwards, []
+
+    def breaks(self, place, share):
+        calls.append(place)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(self, place, share)
+
+    monkeypatch.setattr(_Profiler, "_forwards", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        ssd.profile(two_cores(), models, load, prompts=TEXTS[:1], partial=partial)
+    assert partial.exists()
+    monkeypatch.setattr(_Profiler, "_decode", lambda *_: pytest.fail("texts were measured before"))
+    found = ssd.profile(two_cores(), models, load, prompts=TEXTS[:1], partial=partial)
+    # The first placement once, the second begun twice.
+    assert calls.count(calls[0]) == 1
+    assert calls.count(calls[1]) == 2
+    assert not partial.exists()
+    assert len(found.traces) == 1
+
+
+def test_stages_of_another_measurement_or_a_spoilt_file_are_not_gone_on_with(tmp_path):
+    path = tmp_path / "partial"
+    assert Stages(path, "this").once("a", int, lambda: 1) == 1
+    assert Stages(path, "this").once("a", int, lambda: 2) == 1
+    assert Stages(path, "that").once("a", int, lambda: 2) == 2
+    path.write_text("{")
+    assert Stages(path, "that").once("a", int, lambda: 3) == 3
+    Stages(path, "that").finish()
+    assert not path.exists()
