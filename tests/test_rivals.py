@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from ssd.bench import bench
 from ssd.devices import available_cores
+from ssd.rivals import process
 from ssd.rivals import start as starting
 from ssd.rivals.child import Child, RefusedError
 from ssd.rivals.messages import Decode, Load
@@ -79,9 +80,10 @@ def test_a_rival_has_its_own_cores_and_threads(child):
         assert os.sched_getaffinity(int(thread)) == {int(CORE.removeprefix("cpu:"))}
 
 
-def test_models_that_do_not_load_are_an_error_that_says_why(tmp_path):
-    with pytest.raises(RefusedError, match="transformers: ValueError: Unrecognized model"):
-        Child(load((str(tmp_path), str(tmp_path))))
+def test_models_that_do_not_load_are_an_answer_that_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "keep_to", lambda cores: None)
+    (answer,) = process.serve(load((str(tmp_path), str(tmp_path))), lambda: iter(()))
+    assert "ValueError: Unrecognized model" in answer.reason
 
 
 @pytest.mark.slow
