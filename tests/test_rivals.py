@@ -1,11 +1,12 @@
 """Other programs decode the same prompts in processes of their own; who cannot is refused before anything is loaded."""
 
 import os
+import shutil
 import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ssd.bench import bench
 from ssd.devices import available_cores
@@ -27,8 +28,13 @@ def load(pair, **changes) -> Load:
 
 
 @pytest.fixture(scope="module")
-def child(tiny_pair):
-    with Child(load(tiny_pair)) as started:
+def child(tiny_pair, tmp_path_factory):
+    """With a target whose own generation config would end its text after a few tokens, and penalise what it has said."""
+    target = tmp_path_factory.mktemp("rival") / "target"
+    shutil.copytree(tiny_pair[0], target)
+    end = greedy(tiny_pair[0], PROMPTS[0], 4)[-1]
+    GenerationConfig(eos_token_id=end, repetition_penalty=1.5).save_pretrained(target)
+    with Child(load((str(target), tiny_pair[1]))) as started:
         yield started
 
 
