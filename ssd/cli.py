@@ -138,7 +138,8 @@ def bench(
     """
     if compare is not None:
         beside = (batch_size, prompt_tokens, num_speculative_tokens, budget, save, out, against)
-        _refuse(asked != Asked() or any(beside), "--compare", "measures nothing: leave out what is to be measured, --out and --save")
+        changed = asked != Asked() or any(beside) or (num_prompts, warmup, temperature) != (8, 1, "0")
+        _refuse(changed, "--compare", "measures nothing: leave out what is to be measured, --out and --save")
         _compare(*compare, as_json)
         return
     from ssd.options import Axes, plans_to_run

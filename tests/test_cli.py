@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from ssd.asked import Asked
 from ssd.cli import run
 from ssd.options import Axes, plans_to_run
-from ssd.specs import Plan, Profile
+from ssd.specs import Plan, Prediction, Profile
 from tests import handmade
 from tests.plans import heed_interrupts
 
@@ -149,7 +148,7 @@ def test_bench_prints_the_answer_then_the_table_with_speed_against_ar_first(save
     assert "--compare: measures nothing" in error(capsys, "bench", "--compare", str(out), str(out), "--batch-size", "2")
 
 
-def test_bench_runs_over_lists_on_one_engine(common, capsys, monkeypatch):
+def test_bench_runs_over_lists_on_one_engine_and_as_json_prints_json_only(common, capsys, monkeypatch):
     monkeypatch.setattr("ssd.prompts.prompts", lambda kind, count, tokenizer: ["abc", "hello"])
     words = ["--mode", "ssd", "-K", "1,2", "--budget", "2,3", "--batch-size", "1,2", "--prompt-tokens", "4", "--temperature", "0,1"]
     assert run(["bench", *common, *words, "--output-tokens", "4", "--warmup", "0", "--json"]) == 0
@@ -166,11 +165,21 @@ def test_bench_runs_over_lists_on_one_engine(common, capsys, monkeypatch):
         )
 
 
-def test_bench_takes_a_saved_plan_to_other_batches_without_its_predictions(saved):
-    axes = Axes.typed("1,2", None, None, None, "0")
-    plans = plans_to_run(Asked(plan=Path(saved)), axes)
-    assert [plan.workload.batch_size for plan in plans] == [1, 2]
-    assert plans[1].predicted is None
+def test_bench_takes_a_saved_plan_to_other_batches_without_its_predictions(saved, tmp_path):
+    told = Prediction(
+        tokens_per_second=1.0,
+        speedup_vs_ar=1.0,
+        speedup_vs_ar_equal_devices=1.0,
+        mean_acceptance_length=1.0,
+        verify_seconds=0.1,
+        method="theory",
+    )
+    plan = Plan.load(saved)
+    others = tuple(one.model_copy(update={"predicted": told}) for one in plan.alternatives)
+    plan.model_copy(update={"predicted": told, "alternatives": others}).save(tmp_path / "plan.json")
+    plans = plans_to_run(Asked(plan=tmp_path / "plan.json"), Axes.typed("1,2", None, None, None, "0"))
+    assert [one.workload.batch_size for one in plans] == [1, 2]
+    assert [[way.predicted for way in (one, *one.alternatives)] for one in plans] == [[told] * 3, [None] * 3]
 
 
 def test_bench_measures_this_machine_once_for_the_heaviest_point(common, saved, monkeypatch):
@@ -215,12 +224,6 @@ def test_bench_measures_this_machine_once_for_the_heaviest_point(common, saved, 
 )
 def test_a_mistaken_option_of_bench_is_named(saved, capsys, options, message):
     assert message in error(capsys, "bench", "--plan", saved, *options)
-
-
-def test_bench_as_json_prints_json_only(saved, capsys, monkeypatch):
-    monkeypatch.setattr("ssd.prompts.prompts", lambda kind, count, tokenizer: ["a"])
-    assert run(["bench", "--plan", saved, "--output-tokens", "4", "--warmup", "0", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["set_up"]["output_tokens"] == 4
 
 
 def test_plan_prints_the_explanation_and_saves_json(saved, capsys, tmp_path):

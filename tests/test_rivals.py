@@ -1,14 +1,16 @@
 """Other programs decode the same prompts in processes of their own; who cannot is refused before anything is loaded."""
 
 import os
+import shutil
 import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ssd.bench import bench
 from ssd.devices import available_cores
+from ssd.rivals import process
 from ssd.rivals import start as starting
 from ssd.rivals.child import Child, RefusedError
 from ssd.rivals.messages import Decode, Load
@@ -26,8 +28,13 @@ def load(pair, **changes) -> Load:
 
 
 @pytest.fixture(scope="module")
-def child(tiny_pair):
-    with Child(load(tiny_pair)) as started:
+def child(tiny_pair, tmp_path_factory):
+    """With a target whose own generation config would end its text after a few tokens, and penalise what it has said."""
+    target = tmp_path_factory.mktemp("rival") / "target"
+    shutil.copytree(tiny_pair[0], target)
+    end = greedy(tiny_pair[0], PROMPTS[0], 4)[-1]
+    GenerationConfig(eos_token_id=end, repetition_penalty=1.5).save_pretrained(target)
+    with Child(load((str(target), tiny_pair[1]))) as started:
         yield started
 
 
@@ -79,9 +86,10 @@ def test_a_rival_has_its_own_cores_and_threads(child):
         assert os.sched_getaffinity(int(thread)) == {int(CORE.removeprefix("cpu:"))}
 
 
-def test_models_that_do_not_load_are_an_error_that_says_why(tmp_path):
-    with pytest.raises(RefusedError, match="transformers: ValueError: Unrecognized model"):
-        Child(load((str(tmp_path), str(tmp_path))))
+def test_models_that_do_not_load_are_an_answer_that_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "keep_to", lambda cores: None)
+    (answer,) = process.serve(load((str(tmp_path), str(tmp_path))), lambda: iter(()))
+    assert "ValueError: Unrecognized model" in answer.reason
 
 
 @pytest.mark.slow
