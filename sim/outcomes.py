@@ -112,45 +112,51 @@ class Trace:
 
     ranks: for each text, the rank of every token among the draft's choices after what precedes it, 1 being the token that the draft
     would have sent. Under greedy decoding the rounds of any draft length follow: tokens are accepted while the rank is 1, the next is
-    the bonus, and the sent token, being first, is no candidate where it was rejected. ValueError for a text without tokens.
+    the bonus, and the sent token, being first, is no candidate where it was rejected. ends: of sampled texts the ranks of tokens before
+    which a whole draft was accepted, where they are others. ValueError for a text without tokens, and for ends of other lengths.
     """
 
     ranks: tuple[tuple[int, ...], ...] = field(repr=False)
+    ends: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.ranks or any(not text or min(text) < 1 for text in self.ranks):
             raise ValueError(f"ranks={self.ranks!r} needs at least one text, each of at least one rank, counted from 1")
+        if self.ends and list(map(len, self.ends)) != list(map(len, self.ranks)):
+            raise ValueError(f"ends={self.ends!r} and ranks={self.ranks!r} differ in length: give one rank of each for every token")
 
     def start(self, rng: np.random.Generator) -> Draw:
         """A stream that reads random texts from their beginning, each cut off where a draft would reach past its end."""
-        text, place = self.ranks[int(rng.integers(len(self.ranks)))], 0
+        texts = tuple(zip(self.ranks, self.ends or self.ranks, strict=True))
+        (text, end), place = texts[int(rng.integers(len(texts)))], 0
 
         def draw(drafted: int, hit: bool) -> Outcome:
-            nonlocal text, place
+            nonlocal text, end, place
             if place + drafted >= len(text):
-                text = self.ranks[int(rng.integers(len(self.ranks)))]
+                text, end = texts[int(rng.integers(len(texts)))]
                 place = 0
-            outcome = outcome_at(text, place, drafted)
+            outcome = outcome_at(text, place, drafted, end)
             place += outcome[0] + 1
             return outcome
 
         return draw
 
 
-def outcome_at(ranks: tuple[int, ...], place: int, drafted: int) -> Outcome:
-    """The outcome of a greedy round whose first drafted token stands at `place` of a text; past its end all is accepted."""
+def outcome_at(ranks: tuple[int, ...], place: int, drafted: int, ends: tuple[int, ...] | None = None) -> Outcome:
+    """The outcome of a round whose first drafted token stands at `place` of a text; past its end all is accepted. ends: see Trace."""
     accepted = next((k for k in range(drafted) if place + k < len(ranks) and ranks[place + k] > 1), drafted)
-    rank = ranks[place + accepted] if place + accepted < len(ranks) else 1
+    read = ranks if ends is None or accepted < drafted else ends
+    rank = read[place + accepted] if place + accepted < len(read) else 1
     return accepted, rank - (accepted < drafted)
 
 
-def rounds_of(ranks: tuple[tuple[int, ...], ...], lookahead: int) -> list[Outcome]:
-    """The rounds in which greedy decoding with `lookahead` draft tokens reads each text, begun at each of its first lookahead+1 places."""
+def rounds_of(ranks: Sequence[tuple[int, ...]], lookahead: int, ends: Sequence[tuple[int, ...]] = ()) -> list[Outcome]:
+    """The rounds in which decoding with `lookahead` draft tokens reads each text, begun at each of its first lookahead+1 places."""
     rounds = []
-    for text in ranks:
+    for text, end in zip(ranks, ends or ranks, strict=True):
         for place in range(min(lookahead + 1, len(text))):
             while place + lookahead < len(text):
-                rounds.append(outcome_at(text, place, lookahead))
+                rounds.append(outcome_at(text, place, lookahead, end))
                 place += rounds[-1][0] + 1
     return rounds
 

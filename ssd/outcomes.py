@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -107,7 +107,7 @@ class Traced:
 
     def simulated(self) -> sim_outcomes.Outcomes:
         """The texts, one after another in random order."""
-        return _Read(self.ranks, self.ends) if self.ends else sim_outcomes.Trace(self.ranks)
+        return sim_outcomes.Trace(self.ranks, self.ends)
 
     def some(self, texts: Sequence[int]) -> Traced:
         """Those with these indices, which may repeat."""
@@ -133,50 +133,13 @@ class Traced:
 
     def _rounds(self, K: int) -> tuple[IntArray, IntArray]:
         if K not in self._read:
-            rounds = _rounds_of(self.ranks, self.ends, K) if self.ends else sim_outcomes.rounds_of(self.ranks, K)
-            accepted, ranks = zip(*rounds, strict=True)
+            accepted, ranks = zip(*sim_outcomes.rounds_of(self.ranks, K, self.ends), strict=True)
             self._read[K] = np.asarray(accepted, dtype=np.intp), np.asarray(ranks, dtype=np.intp)
         return self._read[K]
 
     @cached_property
     def _read(self) -> dict[int, tuple[IntArray, IntArray]]:
         return {}
-
-
-def _outcome(ranks: tuple[int, ...], ends: tuple[int, ...], place: int, drafted: int) -> sim_outcomes.Outcome:
-    """The outcome of a round whose first drafted token stands at `place`, with a rank of its own after full acceptance."""
-    accepted, rank = sim_outcomes.outcome_at(ranks, place, drafted)
-    return accepted, ends[place + accepted] if accepted == drafted and place + accepted < len(ends) else rank
-
-
-def _rounds_of(texts: Sequence[tuple[int, ...]], ends: Sequence[tuple[int, ...]], K: int) -> Iterator[sim_outcomes.Outcome]:
-    """As sim.outcomes.rounds_of."""
-    for ranks, at_end in zip(texts, ends, strict=True):
-        for place in range(min(K + 1, len(ranks))):
-            while place + K < len(ranks):
-                yield (found := _outcome(ranks, at_end, place, K))
-                place += found[0] + 1
-
-
-@dataclass(frozen=True)
-class _Read:
-    """As sim.outcomes.Trace, of texts that were sampled."""
-
-    ranks: tuple[tuple[int, ...], ...]
-    ends: tuple[tuple[int, ...], ...]
-
-    def start(self, rng: np.random.Generator) -> sim_outcomes.Draw:
-        text, place = int(rng.integers(len(self.ranks))), 0
-
-        def draw(drafted: int, hit: bool) -> sim_outcomes.Outcome:
-            nonlocal text, place
-            if place + drafted >= len(self.ranks[text]):
-                text, place = int(rng.integers(len(self.ranks))), 0
-            outcome = _outcome(self.ranks[text], self.ends[text], place, drafted)
-            place += outcome[0] + 1
-            return outcome
-
-        return draw
 
 
 @dataclass(frozen=True)

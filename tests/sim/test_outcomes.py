@@ -134,3 +134,13 @@ def test_a_trace_never_runs_out(texts, K, seed):
 def test_a_trace_of_nothing_is_refused(ranks):
     with pytest.raises(ValueError, match="ranks="):
         Trace(ranks)
+
+
+def test_ranks_after_whole_drafts_are_read_there_and_nowhere_else():
+    text, ends = (1, 1, 3, 1), (9, 8, 7, 6)
+    assert outcome_at(text, 0, 2, ends) == (2, 7)
+    assert outcome_at(text, 0, 3, ends) == (2, 2)
+    assert outcome_at(text, 3, 4, ends) == (4, 1)
+    assert rounds_of((text,), 1, (ends,))[:2] == [(1, 8), (0, 2)]
+    with pytest.raises(ValueError, match="differ in length"):
+        Trace((text,), ((1,),))
