@@ -11,13 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ssd.engine.forward import SlotModel
-from ssd.engine.queries import Queries
+from ssd.engine.rehearsal import logits_along
 from ssd.models import LoadedModel
 from theory.acceptance import residual
 from theory.check import FloatArray
-
-CHUNK = 64
 
 Ranks = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -77,13 +74,6 @@ def _rank(token: int, q: FloatArray, noise: FloatArray, without: int | None = No
 def _laws(loaded: LoadedModel, tokens: tuple[int, ...], start: int, temperature: float) -> Iterator[FloatArray]:
     """Yield the law of each of `tokens[start:]`, [vocabulary], given what precedes it."""
     known = [min(token, loaded.vocab_size - 1) for token in tokens]
-    model = SlotModel(loaded, 1, 1 + len(known))
-    for begin in range(0, len(known) - 1, CHUNK):
-        end = min(begin + CHUNK, len(known) - 1)
-        visible = np.zeros((end - begin, model.slots), dtype=bool)
-        visible[:, 1 : end + 1] = np.tri(end - begin, end, begin, dtype=bool)
-        ids = torch.tensor(known[begin:end], device=model.device)
-        logits = model.forward({0: Queries(ids, np.arange(begin, end), np.arange(begin + 1, end + 1), visible)})[0]
-        for row in logits[max(begin, start - 1) - begin :]:
-            law: FloatArray = torch.softmax(row.double() / temperature, -1).cpu().numpy()
-            yield law / law.sum()
+    for row in logits_along(loaded, known, start):
+        law: FloatArray = torch.softmax(row.double() / temperature, -1).cpu().numpy()
+        yield law / law.sum()

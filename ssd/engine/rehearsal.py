@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -41,24 +41,28 @@ def rank_tokens(loaded: LoadedModel, tokens: tuple[int, ...], start: int, confid
     A token that the model does not have is ranked past all that it has. confidence: learns of every place as of a greedy draft of one
     token, the model's own choice there, whose outcome the text tells.
     """
-    model = SlotModel(loaded, 1, 1 + len(tokens))
     ranks: list[int] = []
     before: Place | None = None
+    for token, row in zip(tokens[start:], logits_along(loaded, tokens, start), strict=True):
+        ranks.append(1 + int((row > row[token]).sum()) if token < loaded.vocab_size else loaded.vocab_size + 1)
+        if confidence is not None:
+            after = Place.of(row, token)
+            if before is not None:
+                before.teach(confidence, after)
+            before = after
+    return ranks
+
+
+def logits_along(loaded: LoadedModel, tokens: Sequence[int], start: int) -> Iterator[torch.Tensor]:
+    """Yield what the model says, `[vocabulary]`, before each of `tokens[start:]`, given what precedes it; start is at least 1."""
+    model = SlotModel(loaded, 1, 1 + len(tokens))
     for begin in range(0, len(tokens) - 1, SCORE_CHUNK):
         end = min(begin + SCORE_CHUNK, len(tokens) - 1)
         visible = np.zeros((end - begin, model.slots), dtype=bool)
         visible[:, 1 : end + 1] = np.tri(end - begin, end, begin, dtype=bool)
         ids = torch.tensor(tokens[begin:end], device=model.device)
         logits = model.forward({0: Queries(ids, np.arange(begin, end), np.arange(begin + 1, end + 1), visible)})[0]
-        for place in range(max(begin, start - 1), end):
-            token, row = tokens[place + 1], logits[place - begin]
-            ranks.append(1 + int((row > row[token]).sum()) if token < loaded.vocab_size else loaded.vocab_size + 1)
-            if confidence is not None:
-                after = Place.of(row, token)
-                if before is not None:
-                    before.teach(confidence, after)
-                before = after
-    return ranks
+        yield from logits[max(0, start - 1 - begin) :]
 
 
 @dataclass(frozen=True, slots=True)
