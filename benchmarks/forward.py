@@ -49,11 +49,11 @@ def loop(build: Any) -> native.Kernel:
 def best_seconds(kernel: native.Kernel, data: torch.Tensor, count: int) -> float:
     """The least seconds of some runs."""
     out = torch.zeros(12 * 16)
-    function, given = kernel.call(native.integers((data.data_ptr(), count, out.data_ptr(), 1)))
+    arguments = native.integers((data.data_ptr(), count, out.data_ptr(), 1))
     seconds = []
     for _ in range(7):
         begin = time.perf_counter()
-        function(*given)
+        kernel.run(arguments)
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
 

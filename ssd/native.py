@@ -144,15 +144,12 @@ class Kernel:
     count_at: int
     engine: Any  # owns the machine code
 
-    def call(self, arguments: Any, threads: int = 1) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """The function and its arguments that run the kernel on an array from `integers`."""
+    def run(self, arguments: Any, threads: int = 1) -> None:
+        """Run on an array from `integers`, with so many threads where there is a team."""
         if threads > 1 and self.team:
-            return openmp().GOMP_parallel, (self.team, arguments, threads, 0)
-        return self.alone, (arguments,)
-
-    def address(self, name: str) -> int:
-        """Where function `name` of the same module lies."""
-        return int(self.engine.get_function_address(name))
+            openmp().GOMP_parallel(self.team, arguments, threads, 0)
+        else:
+            self.alone(arguments)
 
 
 class Steps:
@@ -168,8 +165,7 @@ class Steps:
     def run(self, threads: int) -> None:
         """Do all steps with so many threads."""
         self._arrived[0] = 0
-        function, given = _runner().call(self._arguments, threads)
-        function(*given)
+        _runner().run(self._arguments, threads)
 
 
 def integers(values: Sequence[int]) -> Any:
@@ -199,8 +195,8 @@ def once(make: Callable[Given, Made]) -> Callable[Given, Made]:
     return get
 
 
-def compiled(module: Any, count_at: int = 0) -> Kernel:
-    """Machine code of a module with functions `alone`, `team` and `work`."""
+def compiled(module: Any) -> Any:
+    """The machine code of a module: what owns it, and knows where its functions lie."""
     with _compiling:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
@@ -212,9 +208,7 @@ def compiled(module: Any, count_at: int = 0) -> Kernel:
         passes.getModulePassManager().run(parsed, passes)
         engine = llvm.create_mcjit_compiler(parsed, target)
         engine.finalize_object()
-    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("alone"))
-    team, work = (engine.get_function_address(name) for name in ("team", "work"))
-    return Kernel(alone, team if openmp() else 0, work, count_at, engine)
+    return engine
 
 
 if ir is not None:
@@ -391,7 +385,16 @@ def kernel(module: Any, work: Any, count_at: int) -> Kernel:
     code = Code(module, "work", [LONGS, I64, I64, I64], 1, inside=False)
     code.b.call(work, code.args)
     code.b.ret_void()
-    return compiled(module, count_at)
+    return _kernel(module, count_at)
+
+
+def _kernel(module: Any, count_at: int = 0) -> Kernel:
+    """What a module with functions `alone` and `team` does, and `work` if it is to be a step among others."""
+    engine = compiled(module)
+    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("alone"))
+    team = engine.get_function_address("team") if openmp() else 0
+    work = engine.get_function_address("work") if "work" in module.globals else 0
+    return Kernel(alone, team, work, count_at, engine)
 
 
 def _entry(module: Any, name: str, build: Callable[[Code, Any, Any], None]) -> None:
@@ -434,8 +437,7 @@ def _runner() -> Kernel:
 
     for name in ("alone", "team"):
         _entry(module, name, run)
-    Code(module, "work", [LONGS, I64, I64, I64], 1, inside=False).b.ret_void()
-    return compiled(module)
+    return _kernel(module)
 
 
 def _meet(code: Code, arrived: Any, everyone: Any) -> None:

@@ -50,8 +50,7 @@ class Packed:
     @classmethod
     def rounded(cls, layers: Sequence[nn.Linear], lanes: int, *, gated: bool = False) -> Packed:
         """As `of`, with weights of any type rounded to a byte each."""
-        biases = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers]
-        parts = [(*linear_kernel.quantised(_weight(layer)), bias) for layer, bias in zip(layers, biases, strict=True)]
+        parts = [(*linear_kernel.quantised(_weight(layer)), _bias(layer)) for layer in layers]
         numbers, scales, bias = (_in_turns(part, lanes) if gated else torch.cat(part) for part in zip(*parts, strict=True))
         return cls(linear_kernel.pack_bytes(numbers, lanes), bias, scales)
 
@@ -59,7 +58,7 @@ class Packed:
     def of(cls, layers: Sequence[nn.Linear], lanes: int, *, gated: bool = False) -> Packed:
         """Pack the weights of layers one below the other; of a gated one's two, the rows in turns."""
         weights = [_weight(layer).detach().to(torch.bfloat16).contiguous() for layer in layers]
-        biases = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float() for layer in layers]
+        biases = [_bias(layer) for layer in layers]
         inputs, block = weights[0].shape[1], 2 * lanes
         words = torch.empty(sum(map(len, weights)) // block, inputs, lanes, dtype=torch.int32)
         if gated:
@@ -108,6 +107,7 @@ class Decoder:
     intermediate: int
     eps: float
     scale: float
+    vectors: native.Vectors
 
     @classmethod
     def of(cls, module: Any, *, int8: bool = False) -> Decoder | None:
@@ -115,10 +115,8 @@ class Decoder:
 
         int8: keep matrices rounded to a byte a number, as a draft's may be.
         """
-        if not _is_of_family(module, int8):
-            return None
         vectors = native.host_vectors()
-        if vectors is None:
+        if vectors is None or not _is_of_family(module, vectors, int8):
             return None
         config, attention = module.config, module.model.layers[0].self_attn
         size, scale = int(attention.head_dim), float(attention.scaling)
@@ -144,6 +142,7 @@ class Decoder:
             intermediate=int(config.intermediate_size),
             eps=float(config.rms_norm_eps),
             scale=scale,
+            vectors=vectors,
         )
 
 
@@ -156,10 +155,10 @@ def _page_out(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), page_out)
 
 
-def _is_of_family(module: Any, int8: bool) -> bool:
-    config, vectors = module.config, native.host_vectors()
+def _is_of_family(module: Any, vectors: native.Vectors, int8: bool) -> bool:
+    config = module.config
     rope = getattr(config, "rope_parameters", None) or {}
-    if vectors is None or config.model_type not in FAMILY or rope.get("rope_type", "default") not in ROTARY:
+    if config.model_type not in FAMILY or rope.get("rope_type", "default") not in ROTARY:
         return False
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     whole = not any(width % (2 * vectors.lanes) for width in (size, config.hidden_size, config.intermediate_size))
@@ -170,6 +169,10 @@ def _is_of_family(module: Any, int8: bool) -> bool:
 
 def _weight(layer: nn.Linear) -> torch.Tensor:
     return layer.weight
+
+
+def _bias(layer: nn.Linear) -> torch.Tensor:
+    return torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach().float()
 
 
 def _layer(layer: Any, pack: Callable[..., Packed], lanes: int) -> Layer:
@@ -197,10 +200,7 @@ class SlotDecoder:
     """A decoder with the keys and values of `rows` sequences in slots, what lies between two calls of a forward, and its programs."""
 
     def __init__(self, decoder: Decoder, rows: int, slots: int) -> None:
-        vectors = native.host_vectors()
-        if vectors is None:
-            raise RuntimeError(native.why_unavailable())
-        self.decoder, self.vectors, self.block = decoder, vectors, 2 * vectors.lanes
+        self.decoder, self.vectors, self.block = decoder, decoder.vectors, 2 * decoder.vectors.lanes
         self.slots = -(-slots // self.block) * self.block
         d = decoder
         shape = len(d.layers), rows, d.kv_heads
@@ -357,6 +357,5 @@ class SlotDecoder:
         """Return the last norm of `x`, `[n, hidden]`."""
         out = torch.empty_like(x)
         arguments = x.data_ptr(), self.decoder.norm.data_ptr(), out.data_ptr(), self.decoder.hidden, native.bits(self.decoder.eps), len(x)
-        function, given = kernels.norm_kernel(self.vectors.lanes).call(native.integers(arguments))
-        function(*given)
+        kernels.norm_kernel(self.vectors.lanes).run(native.integers(arguments))
         return out

@@ -112,14 +112,12 @@ def attend_kernel(lanes: int) -> Kernel:
 
 
 @native.once
-def attend_tile(lanes: int, queries: int) -> tuple[int, Kernel]:
+def attend_tile(lanes: int, queries: int) -> tuple[int, Any]:
     """Where the product of `queries` queries with fp32 keys or values lies, and what owns it."""
     module = ir.Module()
     linear_kernel.tile(module, queries, native.VECTORS[lanes], "fp32")
-    for name in ("alone", "team", "work"):
-        Code(module, name, [LONGS], lanes, inside=False).b.ret_void()
-    kernel = native.compiled(module)
-    return kernel.address("tile"), kernel
+    engine = native.compiled(module)
+    return engine.get_function_address("tile"), engine
 
 
 def _work(module: Any, name: str, lanes: int) -> Code:

@@ -19,7 +19,7 @@ class SlotModel:
     """A decoder whose keys and values lie in slots; `rows` sequences, at least `slots` places each."""
 
     def __init__(self, model: LoadedModel, rows: int, slots: int) -> None:
-        self.device, self.dtype, self.vocab_size = model.device, model.dtype, model.vocab_size
+        self.device, self.vocab_size = model.device, model.vocab_size
         self.cache: SlotDecoder | SlotTransformer
         self.cache = SlotTransformer(model, rows, slots) if model.decoder is None else SlotDecoder(model.decoder, rows, slots)
 

@@ -61,8 +61,7 @@ def pack_halves(low: torch.Tensor, high: torch.Tensor, words: torch.Tensor) -> N
     pointers = low.data_ptr(), high.data_ptr(), words.data_ptr()
     arguments = native.integers((*pointers, low.stride(0), high.stride(0), in_features, blocks))
     threads = 1 if words.numel() < MIN_TEAM_WORK else native.team_size()
-    function, given = _packing(lanes).call(arguments, threads)
-    function(*given)
+    _packing(lanes).run(arguments, threads)
 
 
 @native.once
@@ -98,8 +97,7 @@ def matmul(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor, scales: tor
     out = torch.empty((*x.shape[:-1], len(bias)))
     if out.numel():
         kernel, arguments, shared = product(words, bias, x.data_ptr(), out.data_ptr(), out.numel() // len(bias), scales=scales)
-        function, given = kernel.call(arguments, native.team_size() if shared else 1)
-        function(*given)
+        kernel.run(arguments, native.team_size() if shared else 1)
     return out
 
 

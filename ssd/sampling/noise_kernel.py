@@ -27,8 +27,7 @@ def gumbel(keys: torch.Tensor, vocab_size: int, constants: tuple[int, int, int])
     keys, out = keys.contiguous(), torch.empty(len(keys), vocab_size)
     threads = 1 if out.numel() < MIN_TEAM_WORK else native.team_size()
     arguments = native.integers((keys.data_ptr(), out.data_ptr(), vocab_size, len(keys)))
-    function, given = kernel(vectors.lanes * 4, constants).call(arguments, threads)
-    function(*given)
+    kernel(vectors.lanes * 4, constants).run(arguments, threads)
     return out
 
 
@@ -61,7 +60,7 @@ def _words(code: Code, key: Any, token: Any, golden: int, factors: list[int]) ->
     first = code.sum(key, code.product(code.sum(token, 1), golden))
     spread = b.insert_element(ir.Constant(kind, ir.Undefined), first, ir.Constant(native.I32, 0))
     spread = b.shuffle_vector(spread, ir.Constant(kind, ir.Undefined), code.word(0))
-    word = b.add(spread, ir.Constant(kind, [_wrapped(lane * golden) for lane in range(code.lanes)]))
+    word = b.add(spread, b.mul(ir.Constant(kind, list(range(code.lanes))), constant(golden)))
     for shift, factor in zip((30, 27), factors, strict=True):
         word = b.mul(b.xor(word, b.lshr(word, constant(shift))), constant(factor))
     word = b.xor(word, b.lshr(word, constant(31)))
@@ -92,8 +91,3 @@ def _as_floats(code: Code, words: Any) -> Any:
     low = b.bitcast(b.or_(b.and_(words, constant(0xFFFFFFFF)), constant(0x4330000000000000)), double)
     found = b.fadd(b.fsub(high, ir.Constant(double, [2.0**84 + 2.0**52] * code.lanes)), low)
     return b.fptrunc(found, code.vector)
-
-
-def _wrapped(value: int) -> int:
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >= 1 << 63 else value

@@ -594,8 +594,7 @@ def attend(lanes: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.
         *(one.data_ptr() for one in (packed, laid_keys, laid_values, out)),
         *(units.ctypes.data, scratch.data_ptr(), len(scratch), size, slots, heads * size, group, kv_heads),
     )
-    function, rest = decoder_kernel.attend_kernel(lanes).call(native.integers(given))
-    function(*rest)
+    decoder_kernel.attend_kernel(lanes).run(native.integers(given))
     return out
 
 
@@ -644,8 +643,7 @@ def applied(name: str, lanes: int, x: np.ndarray) -> np.ndarray:
     code.b.ret_void()
     found = np.full_like(x, np.nan)
     kernel = native.kernel(module, code.function, 2)
-    function, given = kernel.call(native.integers((x.ctypes.data, found.ctypes.data, len(x) // lanes)))
-    function(*given)
+    kernel.run(native.integers((x.ctypes.data, found.ctypes.data, len(x) // lanes)))
     return found
 
 

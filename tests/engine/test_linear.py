@@ -112,8 +112,7 @@ def test_sums_are_added_and_gates_are_applied_as_torch_does(lanes: int, tokens: 
     for finish, expected in (("plain", sums), ("onto", sums + onto), ("gated", gated)):
         out = torch.full(expected.shape, torch.nan)
         kernel, arguments, _ = linear_kernel.product(words, bias, x.data_ptr(), out.data_ptr(), tokens, finish=finish, onto=onto.data_ptr())
-        function, given = kernel.call(arguments, threads)
-        function(*given)
+        kernel.run(arguments, threads)
         assert_same(out, expected)
 
 
@@ -131,8 +130,7 @@ def test_gates_are_right_however_large_they_are(lanes: int) -> None:
         torch.full((1, len(gates)), torch.nan),
     )
     kernel, arguments, _ = linear_kernel.product(words, bias, x.data_ptr(), out.data_ptr(), 1, finish="gated")
-    function, given = kernel.call(arguments)
-    function(*given)
+    kernel.run(arguments)
     right = gates.double() / (1 + torch.exp(-gates.double())) * ups.double()
     # Past e^88 what is left of a gate is next to nothing.
     assert ((out[0] - right).abs() <= 4 * 2.0**-23 * right.abs() + 1e-33).masked_fill(gates == -3e38, True).all()
@@ -174,8 +172,7 @@ def test_int8_weights_are_right_for_each_vector_width_and_finish(lanes: int, tok
         out = torch.full(expected.shape, torch.nan)
         pointers = x.data_ptr(), out.data_ptr(), tokens
         kernel, arguments, _ = linear_kernel.product(words, bias, *pointers, scales=scales, finish=finish, onto=onto.data_ptr())
-        function, given = kernel.call(arguments)
-        function(*given)
+        kernel.run(arguments)
         assert_same(out, expected)
 
 
