@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 
 import ssd
+from ssd.bench.measure import run_once
 from ssd.placements import placements
 from ssd.planner import plan as planned
 from ssd.prompts import prompts
@@ -93,9 +94,6 @@ class Race:
 
     def speed(self, configuration: Configuration, number: int) -> float:
         """Tokens a second of a batch, the first token of each request apart."""
-        self.engine.configure(configuration)
-        # Waits until the draft is at rest.
-        self.engine.timeline()
         params = [
             SamplingParams(
                 max_tokens=self.output_tokens,
@@ -106,11 +104,8 @@ class Race:
             )
             for row in range(self.case.batch_size)
         ]
-        outputs = self.engine.generate(list(self.batches[number % len(self.batches)]), params)
-        health = self.engine.health()
-        if health.draft == "lost":
-            raise RuntimeError(f"the draft was lost: {health.reason}")
-        return sum(1 / (output.metrics.time_per_output_token or float("inf")) for output in outputs)
+        run = run_once(self.engine, configuration, self.batches[number % len(self.batches)], params)
+        return sum(1 / (output.metrics.time_per_output_token or float("inf")) for output in run.outputs)
 
     def round(self, configurations: Sequence[Configuration], number: int) -> dict[Configuration, float]:
         """The speed of each on one batch, in an order that turns."""

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from sim.simulate import simulate
 from ssd import prediction
+from ssd.bench.measure import run_once
 from ssd.bench.run import total
 from ssd.engine.engine import Engine
 from ssd.outcomes import outcome_model
@@ -248,17 +249,19 @@ def _measured(
     first = min((case.configuration for case in chosen), key=lambda c: ("ssd", "sd", "ar").index(c.mode))
     named = {name: getattr(first, name) for name in Configuration.model_fields}
     plan = Plan(**named, hardware=hardware, models=models)
-    found: list[list[list[RequestOutput]]] = [[] for _ in chosen]
+    found: list[list[RequestOutput]] = [[] for _ in chosen]
     with Engine.from_plan(plan, max_num_seqs=max(case.batch_size for case in chosen)) as engine:
         waves = [_waves(engine, case, texts, repeats + 1) for case in chosen]
         for again in range(repeats + 1):
             tell(f"round {again} of {repeats}", again / (repeats + 1))
             turn = again % len(chosen)
             for place in [*range(turn, len(chosen)), *range(turn)]:
-                outputs = _wave(engine, chosen[place], waves[place][again], output_tokens)
+                case = chosen[place]
+                params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=case.temperature)
+                run = run_once(engine, case.configuration, waves[place][again], params)
                 # The first round warms up.
-                found[place] += [outputs] if again else []
-    return [_of_outputs(case, [output for outputs in its for output in outputs]) for case, its in zip(chosen, found, strict=True)]
+                found[place] += run.outputs if again else ()
+    return [_of_outputs(case, outputs) for case, outputs in zip(chosen, found, strict=True)]
 
 
 def _waves(engine: Engine, case: Case, texts: Sequence[str], count: int) -> list[list[list[int]]]:
@@ -268,18 +271,6 @@ def _waves(engine: Engine, case: Case, texts: Sequence[str], count: int) -> list
     needed = count * case.batch_size * case.prompt_tokens
     cut = iter((tokens * -(-needed // len(tokens)))[:needed])
     return [[[next(cut) for _ in range(case.prompt_tokens)] for _ in range(case.batch_size)] for _ in range(count)]
-
-
-def _wave(engine: Engine, case: Case, prompts: list[list[int]], output_tokens: int) -> list[RequestOutput]:
-    """Decode a wave; taking the timeline also waits until the draft is at rest."""
-    engine.configure(case.configuration)
-    engine.timeline()
-    before = engine.health()
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=case.temperature))
-    health = engine.health()
-    if health.draft == "lost" or health.restarts > before.restarts:
-        raise RuntimeError(f"the draft was lost, so this was AR under another name: {health.reason or 'it has been started again'}")
-    return outputs
 
 
 def _of_outputs(case: Case, outputs: Sequence[RequestOutput]) -> Numbers:

@@ -17,7 +17,7 @@ from ssd.bench.result import BenchResult, Cell, SetUp, Skipped
 from ssd.bench.run import Run, Runs
 from ssd.bench.setting import Setting, Who
 from ssd.bench.summary import summarise
-from ssd.engine.engine import Engine
+from ssd.engine.engine import Engine, Params, Prompt
 from ssd.progress import Progress
 from ssd.prompts import of_length
 from ssd.rivals.child import Child, RefusedError
@@ -165,15 +165,18 @@ class _Stage:
         return [SamplingParams.model_validate({**common, "seed": number * len(group) + place}) for place in range(len(group))]
 
 
-def run_once(engine: Engine, configuration: Configuration, group: Sequence[Ids], params: Sequence[SamplingParams]) -> Run:
-    """Decode prompts together. Taking the timeline also waits until the draft is at rest: the next run has the machine to itself."""
+def run_once(engine: Engine, configuration: Configuration, prompts: Prompt | Sequence[Prompt], params: Params) -> Run:
+    """Decode prompts together. Taking the timeline also waits until the draft is at rest: the next run has the machine to itself.
+
+    RuntimeError if the draft is lost meanwhile, or was lost and has been started again.
+    """
     engine.configure(configuration)
     engine.timeline()
     before, pids = engine.health(), processes(engine, configuration)
     for pid in pids:
         forget_peak(pid)
     begin = monotonic()
-    outputs = engine.generate(group, params)
+    outputs = engine.generate(prompts, params)
     seconds = monotonic() - begin
     run = Run(tuple(outputs), engine.timeline(), seconds, tuple(map(peak_bytes, pids)))
     health = engine.health()
