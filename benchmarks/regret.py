@@ -134,7 +134,7 @@ def measure(
     profile = ssd.Profile.model_validate(known["profile"]) if "profile" in known else ssd.profile(hardware, models, load)
     known["profile"] = profile.model_dump(mode="json")
     plan = planned(hardware, models, load, profile=profile)
-    chosen = _bare(plan)
+    chosen = plan.unpredicted()
     rivals = [each for each in grid(asked, hardware) if each != chosen]
     with ssd.Engine.from_plan(_widest(plan, rivals), max_num_seqs=case.batch_size) as engine:
         # Its profile begins with the same prompts: these are others as far as there are so many.
@@ -155,12 +155,6 @@ def measure(
         "configurations": 1 + len(rivals),
         "finalists": {describe(each): ratio for each, ratio in ratios.items()},
     }
-
-
-def _bare(plan: Plan) -> Configuration:
-    """The configuration alone, so that it can be told from those of the grid."""
-    fields = {name: getattr(plan, name) for name in Configuration.model_fields}
-    return Configuration(**{**fields, "predicted": None})
 
 
 def _widest(plan: Plan, rivals: Sequence[Configuration]) -> Plan:

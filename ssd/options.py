@@ -148,7 +148,7 @@ def _for_load(plan: Plan, load: Mapping[str, int]) -> Plan:
     workload = Workload.model_validate({**plan.workload.model_dump(), **load})
     if workload == plan.workload:
         return plan
-    others = tuple(one.model_copy(update={"predicted": None}) for one in plan.alternatives)
+    others = tuple(one.unpredicted() for one in plan.alternatives)
     return plan.model_copy(update={"workload": workload, "predicted": None, "alternatives": others})
 
 
@@ -216,8 +216,7 @@ def _typed(asked: Asked, hardware: Hardware, models: Models, workload: Workload)
     configuration = Configuration.model_validate(
         {"mode": mode, "num_speculative_tokens": K, "placement": place, **lists, **_without_none(given)}
     )
-    named = {name: getattr(configuration, name) for name in Configuration.model_fields}
-    return Plan(**named, hardware=hardware, models=models, workload=workload)
+    return Plan.of(configuration, hardware=hardware, models=models, workload=workload)
 
 
 def _placement(mode: str, hardware: Hardware) -> Placement:

@@ -247,8 +247,7 @@ def _measured(
     hardware: Hardware, models: Models, chosen: Sequence[Case], texts: Sequence[str], output_tokens: int, repeats: int, tell: Progress
 ) -> list[Numbers]:
     first = min((case.configuration for case in chosen), key=lambda c: ("ssd", "sd", "ar").index(c.mode))
-    named = {name: getattr(first, name) for name in Configuration.model_fields}
-    plan = Plan(**named, hardware=hardware, models=models)
+    plan = Plan.of(first, hardware=hardware, models=models)
     found: list[list[RequestOutput]] = [[] for _ in chosen]
     with Engine.from_plan(plan, max_num_seqs=max(case.batch_size for case in chosen)) as engine:
         waves = [_waves(engine, case, texts, repeats + 1) for case in chosen]
