@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -93,14 +92,16 @@ class Axes:
 
     def points(self) -> list[dict[str, int]]:
         """Return the options of every point but for temperatures, those that were given."""
+        # Here, for it takes scipy a second to come, and only a benchmark asks.
+        from sim.sweep import grid
+
         axes = {
             "batch_size": self.batch_sizes,
             "prompt_tokens": self.prompt_tokens,
             "num_speculative_tokens": self.num_speculative_tokens,
             "budget": self.budgets,
         }
-        given = {name: values for name, values in axes.items() if values}
-        return [dict(zip(given, point, strict=True)) for point in product(*given.values())]
+        return grid({name: values for name, values in axes.items() if values})
 
 
 def _listed(name: str, text: str | None, kind: type[N]) -> tuple[N, ...]:
