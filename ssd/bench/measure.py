@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from time import monotonic
+from typing import Any
 
 from ssd.bench.candidates import grid
 from ssd.bench.identity import differences, gap_by, reference
@@ -76,22 +77,20 @@ def bench(
                 seconds[program] = children[program].load_seconds
         stage = _Stage(engine, {rival: children[program] for rival, program in others.items()}, output_tokens)
         found = list(_measure(stage, cells, groups, warmup, tell))
-    return BenchResult(
-        set_up=SetUp(
-            hardware=plan.hardware.name,
-            devices={device.id: device.name for device in plan.hardware.devices},
-            models=plan.models,
-            weights=stored(engine.pair.target),
-            versions=_versions(),
-            prompt_set=prompt_set,
-            prompts=tuple(prompts),
-            output_tokens=output_tokens,
-            warmup=warmup,
-            load_seconds=seconds,
-            date=date,
-            command=command,
-        ),
-        cells=tuple(found),
+    given = {"prompt_set": prompt_set, "prompts": tuple(prompts), "output_tokens": output_tokens, "warmup": warmup, "command": command}
+    return BenchResult(set_up=_set_up(engine, date=date, load_seconds=seconds, **given), cells=tuple(found))
+
+
+def _set_up(engine: Engine, **told: Any) -> SetUp:
+    """Return what the benchmark was run with: what the engine knows, and what is told."""
+    hardware, models = engine.plan.hardware, engine.plan.models
+    return SetUp(
+        hardware=hardware.name,
+        devices={device.id: device.name for device in hardware.devices},
+        models=models,
+        weights=stored(engine.pair.target),
+        versions=_versions(),
+        **told,
     )
 
 
