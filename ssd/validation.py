@@ -13,6 +13,7 @@ from sim.simulate import simulate
 from ssd import prediction
 from ssd.bench.measure import run_once
 from ssd.bench.run import total
+from ssd.bench.tables import label
 from ssd.engine.engine import Engine
 from ssd.outcomes import outcome_model
 from ssd.pace import pace
@@ -42,13 +43,7 @@ class Case(Spec):
     @property
     def name(self) -> str:
         """What it is called in a table."""
-        c = self.configuration
-        words = [c.mode.upper()]
-        if c.mode != "ar":
-            words.append(f"K={c.num_speculative_tokens}")
-        if c.mode == "ssd":
-            words += [f"F={','.join(map(str, c.fan_out_hit))}", c.backup]
-        return " ".join([*words, f"b={self.batch_size}", f"prompt {self.prompt_tokens}", f"T={self.temperature:g}"])
+        return f"{label(self.configuration)} b={self.batch_size} prompt {self.prompt_tokens} T={self.temperature:g}"
 
 
 class Numbers(Spec):
