@@ -441,6 +441,14 @@ class Configuration(Spec):
             check_fan_out(name, getattr(self, name), K)
         return self
 
+    def alone(self) -> Configuration:
+        """Return the configuration itself, with what is expected of it: of a plan, without all that it was made from."""
+        return Configuration(**{name: getattr(self, name) for name in Configuration.model_fields})
+
+    def unpredicted(self) -> Configuration:
+        """Return the configuration itself, without what is expected of it: equal for all that decode in the same way."""
+        return self.alone().model_copy(update={"predicted": None})
+
     def _check_saguaro(self) -> None:
         if self.mode != "ssd" or self.verification != "rejection":
             raise ValueError(
@@ -505,10 +513,14 @@ class Plan(Configuration):
             raise ValueError(f"models.draft is missing: mode={self.mode!r} needs a draft model")
         return self
 
+    @classmethod
+    def of(cls, configuration: Configuration, **fields: Any) -> Plan:
+        """Return the plan to decode by a configuration; `fields` are all else that it has, or take the place of what the former says."""
+        return cls(**{**dict(configuration.alone()), **fields})
+
     def with_configuration(self, configuration: Configuration) -> Plan:
         """Return this plan with another configuration in place of its own, to force an alternative."""
-        fields = {name: getattr(configuration, name) for name in Configuration.model_fields}
-        return Plan(**{**{name: getattr(self, name) for name in Plan.model_fields}, **fields})
+        return Plan(**{**dict(self), **dict(configuration.alone())})
 
     def explain(self) -> str:
         """Say in a dozen lines what was chosen and why, with measured and assumed inputs apart."""

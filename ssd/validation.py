@@ -13,7 +13,9 @@ from pydantic import Field
 
 from sim.simulate import simulate
 from ssd import prediction
+from ssd.bench.measure import run_once
 from ssd.bench.run import total
+from ssd.bench.tables import label
 from ssd.engine.engine import Engine
 from ssd.models import inspect
 from ssd.outcomes import OutcomeModel, Traced, outcome_model
@@ -44,13 +46,7 @@ class Case(Spec):
     @property
     def name(self) -> str:
         """What it is called in a table."""
-        c = self.configuration
-        words = [c.mode.upper()]
-        if c.mode != "ar":
-            words.append(f"K={c.num_speculative_tokens}")
-        if c.mode == "ssd":
-            words += [f"F={','.join(map(str, c.fan_out_hit))}", c.backup]
-        return " ".join([*words, f"b={self.batch_size}", f"prompt {self.prompt_tokens}", f"T={self.temperature:g}"])
+        return f"{label(self.configuration)} b={self.batch_size} prompt {self.prompt_tokens} T={self.temperature:g}"
 
 
 class Numbers(Spec):
@@ -279,19 +275,20 @@ def _measured(
     hardware: Hardware, models: Models, chosen: Sequence[Case], texts: Sequence[str], output_tokens: int, repeats: int, tell: Progress
 ) -> list[Numbers]:
     first = min((case.configuration for case in chosen), key=lambda c: ("ssd", "sd", "ar").index(c.mode))
-    named = {name: getattr(first, name) for name in Configuration.model_fields}
-    plan = Plan(**named, hardware=hardware, models=models)
-    found: list[list[list[RequestOutput]]] = [[] for _ in chosen]
+    plan = Plan.of(first, hardware=hardware, models=models)
+    found: list[list[RequestOutput]] = [[] for _ in chosen]
     with Engine.from_plan(plan, max_num_seqs=max(case.batch_size for case in chosen)) as engine:
         waves = [_waves(models, case, texts, repeats) for case in chosen]
         for again in range(repeats + 1):
             tell(f"round {again} of {repeats}", again / (repeats + 1))
             turn = again % len(chosen)
             for place in [*range(turn, len(chosen)), *range(turn)]:
-                outputs = _wave(engine, chosen[place], waves[place][again], output_tokens)
+                case = chosen[place]
+                params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=case.temperature)
+                run = run_once(engine, case.configuration, waves[place][again], params)
                 # The first round warms up.
-                found[place] += [outputs] if again else []
-    return [_of_outputs(case, [output for outputs in its for output in outputs]) for case, its in zip(chosen, found, strict=True)]
+                found[place] += run.outputs if again else ()
+    return [_of_outputs(case, outputs) for case, outputs in zip(chosen, found, strict=True)]
 
 
 def _prompts(models: Models, texts: Sequence[str], length: int, count: int) -> list[tuple[int, ...]]:
@@ -304,18 +301,6 @@ def _waves(models: Models, case: Case, texts: Sequence[str], repeats: int) -> li
     size = case.batch_size
     its = _prompts(models, texts, case.prompt_tokens, (repeats + 1) * size)
     return [its[(again - 1) % (repeats + 1) * size :][:size] for again in range(repeats + 1)]
-
-
-def _wave(engine: Engine, case: Case, prompts: Sequence[tuple[int, ...]], output_tokens: int) -> list[RequestOutput]:
-    """Decode a wave; taking the timeline also waits until the draft is at rest."""
-    engine.configure(case.configuration)
-    engine.timeline()
-    before = engine.health()
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=case.temperature))
-    health = engine.health()
-    if health.draft == "lost" or health.restarts > before.restarts:
-        raise RuntimeError(f"the draft was lost, so this was AR under another name: {health.reason or 'it has been started again'}")
-    return outputs
 
 
 def _of_outputs(case: Case, outputs: Sequence[RequestOutput]) -> Numbers:

@@ -24,7 +24,9 @@ TABLES = synthetic(TWO, traces=texts(0.7), overhead=1e-3, link=0.2e-3)
 LOAD = Workload(prompt_tokens=8, output_tokens=200)
 
 
-def told(mode: Mode, place: Placement, *, verify: tuple[float, float] = (2e-3, 4e-3), verification: Verification = "rejection") -> RoundCost:
+def told(
+    mode: Mode, place: Placement, *, verify: tuple[float, float] = (2e-3, 4e-3), verification: Verification = "rejection"
+) -> RoundCost:
     drafts = mode != "ar"
     return RoundCost(
         mode=mode,
