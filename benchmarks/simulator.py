@@ -85,7 +85,7 @@ def main() -> None:
         speeds = [result.metrics.num_rounds / seconds for seconds, result in (timed(which), timed(which, record=True))]
         print(f"| {name} | {speeds[0]:,.0f} | {speeds[1]:,.0f} |")
     event = min(event_seconds() for _ in range(TRIES))
-    print(f"\nAn event of SimPy: {event * 1e6:.2f} microseconds; a round of SSD takes two, a message each way.")
+    print(f"\nAn event of SimPy: {event * 1e6:.2f} microseconds; a run takes one wherever there is nobody to serve until a request comes.")
     seconds, result = timed(day(), tries=1)
     metrics = result.metrics
     print(
