@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.tempo import Tempo
 from ssd.engine.draft import Drafter
 from ssd.engine.kv import Trunk
 from ssd.engine.prefix import place_for, share_prefix
 from ssd.engine.target import Target, TargetRow
-from ssd.engine.tempo import Tempo
 from ssd.engine.waiting import WaitingRoom
 from ssd.sampling import prefix_hash
 from ssd.specs import SamplingParams
