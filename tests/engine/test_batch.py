@@ -363,7 +363,7 @@ def test_a_request_that_stops_takes_no_cache_from_the_others():
 
 def test_one_long_prompt_takes_no_draft_from_the_others(monkeypatch):
     monkeypatch.setattr("ssd.engine.draft.SHARED_CHUNK", 4)
-    monkeypatch.setattr("ssd.engine.tempo.Tempo.worthwhile", lambda *_: True)
+    monkeypatch.setattr("sim.tempo.Tempo.worthwhile", lambda *_: True)
     target = tiny_model("llama", 8)
     with pair(target, noisy(target, 0.3, 1), CONTEXT, rows=2) as both:
         answers = watched(both.drafter, "_feed", lambda rows, _, abort=None: [len(row.pending) for row in rows] if abort is None else [])
