@@ -24,7 +24,7 @@ from ssd.pace import pace
 from ssd.placements import placements
 from ssd.progress import Progress
 from ssd.prompts import prompts as prompt_texts
-from ssd.round_costs import Watched, round_cost, usual, watched_configurations
+from ssd.round_costs import Watched, round_cost, watched_configurations
 from ssd.scoring import replay
 from ssd.specs import (
     Calibrated,
@@ -354,7 +354,7 @@ def _once(tables: Sequence[ForwardLatency]) -> list[ForwardLatency]:
 
 
 def _table(model: Model, devices: tuple[str, ...], timed: dict[int, list[float]], contended: bool) -> ForwardLatency:
-    means = tuple(usual(values) for values in timed.values())
+    means = tuple(statistics.fmean(values) for values in timed.values())
     return ForwardLatency(
         model=model,
         devices=devices,

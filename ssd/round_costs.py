@@ -1,14 +1,15 @@
-"""What the engine's rounds take beyond the forwards in them, read off the timelines of a few: sampling, host work, caches gone cold."""
+"""What the engine's rounds take beyond the forwards in them, read off the timelines of a few: sampling, host work, caches gone cold.
+
+Means throughout: what a machine does now and then, throughput pays for.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
-
-from scipy.stats import trim_mean
 
 from sim.metrics import Round
 from sim.timeline import Span, Timeline
@@ -18,15 +19,6 @@ from theory.fanout import uniform
 
 # Lookaheads that are watched: a line through the two tells what a draft token and what a message takes.
 SHORT, LONG = 1, 4
-
-
-# Of each end of many measurements: what an interrupt or a first time took.
-TRIMMED = 0.05
-
-
-def usual(seconds: Iterable[float]) -> float:
-    """Return the mean without the extremes, of which a few measurements have none: a machine's slower times count for what they take."""
-    return float(trim_mean(list(seconds), TRIMMED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +93,7 @@ def _verifications(raw: Pace, one: Watched) -> Iterator[tuple[float, float]]:
     """Mean tokens of verifications, and the seconds by which they were longer than forwards."""
     sizes = [sum(1 + row.drafted for row in rows) for rows in one.rounds]
     if sizes:
-        yield fmean(sizes), usual(rows[0].verify_seconds - raw.verify(size) for size, rows in zip(sizes, one.rounds, strict=True))
+        yield fmean(sizes), fmean(rows[0].verify_seconds - raw.verify(size) for size, rows in zip(sizes, one.rounds, strict=True))
 
 
 def _line(raw: Pace, watched: Sequence[Watched]) -> tuple[float, float]:
@@ -110,7 +102,7 @@ def _line(raw: Pace, watched: Sequence[Watched]) -> tuple[float, float]:
     for one in watched:
         K, waits = one.configuration.num_speculative_tokens, one.waits()
         if waits:
-            beyond[K] = usual(wait for wait, _ in waits) - raw.backup_seconds(K, one.rows)
+            beyond[K] = fmean(wait for wait, _ in waits) - raw.backup_seconds(K, one.rows)
     if len(beyond) < 2:
         return max(0.0, *beyond.values(), 0.0), 0.0
     (short, of_short), (long, of_long) = sorted(beyond.items())
@@ -121,11 +113,11 @@ def _line(raw: Pace, watched: Sequence[Watched]) -> tuple[float, float]:
 def _cached(raw: Pace, short: Watched, long: Watched) -> tuple[float, float, float]:
     """Of SSD: the wait for what lies ready, a step of the backup and one of the build, each of these two beyond its forward."""
     ready = short.waits()
-    answer = usual(wait for wait, _ in ready) if ready else 2 * raw.link_seconds
+    answer = fmean(wait for wait, _ in ready) if ready else 2 * raw.link_seconds
     K, missed = long.configuration.num_speculative_tokens, long.waits(1)
     steps = [(wait - answer - raw.backup_seconds(K, rows)) / K for wait, rows in missed]
     builds = [step for timeline in long.timelines for step in _build_steps(raw, long, timeline)]
-    return answer, usual(steps) if steps else 0.0, usual(builds) if builds else 0.0
+    return answer, fmean(steps) if steps else 0.0, fmean(builds) if builds else 0.0
 
 
 def _build_steps(raw: Pace, one: Watched, timeline: Timeline) -> Iterator[float]:

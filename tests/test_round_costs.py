@@ -14,7 +14,7 @@ from ssd import prediction
 from ssd.outcomes import outcome_model
 from ssd.pace import Pace, pace
 from ssd.placements import placements
-from ssd.round_costs import LONG, SHORT, Watched, round_cost, usual, watched_configurations
+from ssd.round_costs import LONG, SHORT, Watched, round_cost, watched_configurations
 from ssd.specs import Mode, Placement, RoundCost, Verification, Workload
 from tests.profiles import cores, synthetic, texts
 
@@ -120,9 +120,3 @@ def test_a_round_that_not_all_rows_took_part_in_tells_nothing():
     alone = Timeline([], [Round("r", 1, 1, 2, True, False, 1.0, 0.1, start=1.0)])
     assert raw is not None
     assert round_cost(raw, [Watched(short, (alone,), 2), Watched(long, (alone,), 2)]) is None
-
-
-def test_slower_times_count_and_single_extremes_do_not():
-    assert usual([1.0] * 14 + [2.0] * 6) == pytest.approx(1.3, abs=0.05)
-    assert usual([1.0] * 19 + [80.0]) == 1.0
-    assert usual([1.0, 2.0]) == 1.5
