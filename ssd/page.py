@@ -145,7 +145,7 @@ class _Shown:
     def pace(self, configuration: Configuration) -> Pace:
         """How fast it goes."""
         assert self.plan.profile is not None
-        found = pace(self.plan.profile, configuration.placement, configuration.mode)
+        found = pace(self.plan.profile, configuration.placement, configuration.mode, configuration.verification)
         assert found is not None, "what was planned has tables"
         return found
 

@@ -189,14 +189,15 @@ def _check_reach(profile: Profile, batch_size: int) -> None:
             )
 
 
-def _paces(profile: Profile, hardware: Hardware, models: Models) -> list[tuple[Mode, Pace]]:
+def _paces(profile: Profile, hardware: Hardware, models: Models, verification: Verification) -> list[tuple[Mode, Pace]]:
     """Return each mode at each placement that the profile has tables for."""
     found: list[tuple[Mode, Pace | None]] = []
     for place in placements(hardware):
         if place.overlaps:
             found.append(("ar", pace(profile, Placement(target=place.target), "ar")))
         if models.draft is not None:
-            found.append(("sd", pace(profile, place, "sd")) if place.overlaps else ("ssd", pace(profile, place, "ssd")))
+            mode: Mode = "sd" if place.overlaps else "ssd"
+            found.append((mode, pace(profile, place, mode, verification)))
     known = [(mode, its) for mode, its in found if its is not None]
     if not any(mode == "ar" for mode, _ in known):
         raise ValueError(_no_table(hardware, models, "ar"))
@@ -231,7 +232,7 @@ class _Task:
     @cached_property
     def paces(self) -> list[tuple[Mode, Pace]]:
         """Each mode at each placement."""
-        return _paces(self.profile, self.hardware, self.models)
+        return _paces(self.profile, self.hardware, self.models, self.verification)
 
     @cached_property
     def outcomes(self) -> OutcomeModel:

@@ -92,7 +92,7 @@ def _times(predicted: Prediction) -> Iterator[str]:
 
 def _why_lookahead(plan: Plan) -> Iterator[str]:
     """Why a cache is not built for longer drafts: what one token more would take beside what a round lasts."""
-    its = None if plan.profile is None or plan.mode != "ssd" else pace(plan.profile, plan.placement, "ssd")
+    its = None if plan.profile is None or plan.mode != "ssd" else pace(plan.profile, plan.placement, "ssd", plan.verification)
     if its is None:
         return
     K, rows = plan.num_speculative_tokens, plan.workload.batch_size
@@ -164,6 +164,8 @@ def _measured(profile: Profile) -> Iterator[str]:
         counts = " and ".join(f"{count} of the {model}" for model, count in models.items() if count)
         yield f"latency tables: {counts}"
         yield f"link {_ms(profile.link_seconds)} one way, host work {_ms(profile.overhead_seconds)} a round"
+    if profile.rounds:
+        yield f"what rounds take beyond their forwards, watched in the engine: {len(profile.rounds)} of mode, place and verification"
     if profile.acceptance_source == "measured":
         warmth = f" at temperature {profile.temperature:g}" if profile.temperature else ""
         day = f", {profile.measured_on}" if profile.measured_on else ""
