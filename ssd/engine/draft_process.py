@@ -48,6 +48,10 @@ ORPHAN_CHECK_SECONDS = 0.5
 class Process(Protocol):
     """What is asked of the process of a draft, as of a subprocess.Popen."""
 
+    @property
+    def pid(self) -> int | None:
+        """Its number on this host."""
+
     def kill(self) -> None:
         """End it."""
 

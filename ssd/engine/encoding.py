@@ -6,7 +6,6 @@ Nothing that comes in is executed, as a pickle would be: whoever sends bytes can
 from __future__ import annotations
 
 import struct
-from functools import cache
 from typing import Annotated, Any, cast
 
 import numpy as np
@@ -42,6 +41,8 @@ class Encoding:
     def __init__(self, *kinds: type) -> None:
         self._kinds = kinds
         self._numbers = {kind: number for number, kind in enumerate(kinds)}
+        # Made when first needed: all of them would take a start a tenth of a second.
+        self._adapters: dict[type, TypeAdapter[Any]] = {}
 
     def encode(self, message: object) -> bytes:
         """Return the bytes of a message; ValueError if it is none of these kinds."""
@@ -49,7 +50,7 @@ class Encoding:
         if number is None:
             raise ValueError(f"{type(message).__name__} is no message")
         arrays: list[bytes] = []
-        text = _adapter(type(message)).dump_json(message, context=arrays)
+        text = self._adapter(type(message)).dump_json(message, context=arrays)
         return b"".join((HEAD.pack(number, len(text)), text, *arrays))
 
     def decode(self, data: bytes) -> object:
@@ -60,9 +61,10 @@ class Encoding:
         if number >= len(self._kinds):
             raise ValueError(f"there is no message {number}")
         end = HEAD.size + length
-        return _adapter(self._kinds[number]).validate_json(data[HEAD.size : end], context=memoryview(data)[end:])
+        return self._adapter(self._kinds[number]).validate_json(data[HEAD.size : end], context=memoryview(data)[end:])
 
-
-@cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    def _adapter(self, kind: type) -> TypeAdapter[Any]:
+        found = self._adapters.get(kind)
+        if found is None:
+            found = self._adapters[kind] = TypeAdapter(kind)
+        return found

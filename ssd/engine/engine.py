@@ -295,7 +295,7 @@ class Engine:
         if self.peer is None:
             return found
         traffic = self.peer.traffic
-        return replace(found, link_messages=traffic.messages, link_bytes=traffic.bytes, link_seconds=self.peer.link_seconds)
+        return replace(found, link_messages=traffic.messages, link_bytes=traffic.size, link_seconds=self.peer.link_seconds)
 
     def timeline(self) -> Timeline:
         """Return what both devices were busy with since the last call, and the rounds of the requests that ended meanwhile."""

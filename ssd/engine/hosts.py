@@ -20,7 +20,7 @@ from ssd.engine.gloo import CONNECT_SECONDS, GlooTransport, join
 from ssd.engine.link import Boot, Link, LinkError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 # Longer than any answer of a store takes, but for one that is gone.
 STORE_SECONDS = 10.0
@@ -68,12 +68,12 @@ class Meeting:
 
     def await_draft(self, name: str, deadline: float) -> Link:
         """Return a link to a worker of host `name`, which is to be booted; LinkError where none comes within `deadline` seconds."""
-        end, refused, store = monotonic() + deadline, "", self._store
-        while store is not None and not self._closed.is_set():
-            number = self._next(store, name)
+        end, refused = monotonic() + deadline, ""
+        while True:
+            number = self._next(name)
             if number is not None:
                 try:
-                    return self._call(store, name, number)
+                    return self._call(name, number)
                 except LinkError as error:
                     refused = f"; the last that came was turned away: {error}"
             elif monotonic() > end:
@@ -83,23 +83,29 @@ class Meeting:
                 )
             else:
                 self._closed.wait(LOOK_SECONDS)
-        raise LinkError("the engine was closed")
 
     def close(self) -> None:
         """Wait for nobody any more, and let who waits for us know."""
         self._closed.set()
         self._store = None
 
-    def _next(self, store: Store, name: str) -> int | None:
+    @property
+    def _open(self) -> Store:
+        if self._store is None:
+            raise LinkError("the engine was closed")
+        return self._store
+
+    def _next(self, name: str) -> int | None:
         """Return the latest number that has not been called, and let nobody else call it."""
         with self._lock:
-            latest = store.add(_arrivals(name), 0)
+            latest = self._open.add(_arrivals(name), 0)
             number = next((n for n in range(latest, 0, -1) if (name, n) not in self._called), None)
             if number is not None:
                 self._called.add((name, number))
             return number
 
-    def _call(self, store: Store, name: str, number: int) -> Link:
+    def _call(self, name: str, number: int) -> Link:
+        store = self._open
         store.set(_key("called", name, number), "")
         if not _appears(store, _key("coming", name, number), CALL_SECONDS, self._closed):
             raise LinkError("it has gone again")
@@ -108,6 +114,8 @@ class Meeting:
 
 class Elsewhere:
     """In place of the process of a draft on another host, which is not ours to end: closing the link lets it go."""
+
+    pid = None
 
     def kill(self) -> None:
         """Do nothing."""
@@ -142,7 +150,7 @@ def visit(address: Address, name: str) -> Link:
 
 
 def _listening(address: Address) -> tuple[Address, Store]:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
@@ -159,7 +167,7 @@ def _listening(address: Address) -> tuple[Address, Store]:
 
 
 def _reached(address: Address) -> Store:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         # Whether anybody is there: a TCPStore tells at length, on stderr, that nobody is.
@@ -185,6 +193,6 @@ def _key(what: str, name: str, number: int) -> str:
 
 
 def _pair(store: Store, name: str, number: int) -> Store:
-    from torch.distributed import PrefixStore
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     return PrefixStore(_key("pair", name, number), store)

@@ -191,15 +191,15 @@ MESSAGES = Encoding(
 
 @dataclass(slots=True)
 class Traffic:
-    """Messages and bytes, both ways together."""
+    """Messages and their size, bytes, both ways together."""
 
     messages: int = 0
-    bytes: int = 0
+    size: int = 0
 
     def count(self, data: bytes) -> None:
         """Add a message."""
         self.messages += 1
-        self.bytes += len(data)
+        self.size += len(data)
 
 
 class Link:
