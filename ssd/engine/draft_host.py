@@ -10,8 +10,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from ssd import python
 from ssd.engine.address import Address, secret
-from ssd.engine.draft_process import environment, leave_with, load_draft, serve
+from ssd.engine.draft_process import DEFAULTS, leave_with, load_draft, serve
 from ssd.engine.link import Boot, Link
 from ssd.engine.transport import LinkError
 
@@ -85,9 +86,8 @@ def _parted(link: Link, kept: Kept) -> str:
 def supervise(address: Address, name: str) -> None:
     """Keep a process that serves the engines at `address`, and start another whenever it dies. ValueError if there is no secret."""
     secret()
-    command = [sys.executable, "-P", "-m", "ssd.engine.draft_host", str(address), name, str(os.getpid())]
     while True:
-        process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL)
+        process = python.start("ssd.engine.draft_host", str(address), name, str(os.getpid()), defaults=DEFAULTS, stdin=subprocess.DEVNULL)
         try:
             code = process.wait()
         finally:

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
+from ssd import python
 from ssd.engine.link import (
     Boot,
     Failed,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ORPHAN_CHECK_SECONDS = 0.5
+# Of a draft's environment. Its threads sleep once a forward is done: with a core shared, the target's turn has come.
+DEFAULTS = {"OMP_WAIT_POLICY": "passive"}
 
 
 class Process(Protocol):
@@ -63,14 +66,13 @@ def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
     """Start the draft's process in a session of its own (Ctrl-C is the engine's to handle) and return it with our end of the link."""
     ours, theirs = socket.socketpair()
     with theirs:
-        # -P and the caller's own path: it imports what the caller would, not what lies in the working directory.
-        command = [sys.executable, "-P", "-m", "ssd.engine.draft_process", str(theirs.fileno()), str(os.getpid())]
-        process = subprocess.Popen(
-            command,
+        process = python.start(
+            "ssd.engine.draft_process",
+            str(theirs.fileno()),
+            str(os.getpid()),
+            defaults=DEFAULTS,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,
             stdin=subprocess.DEVNULL,
-            env=environment(),
         )
     link = Link(LocalTransport(Connection(ours.detach())))
     try:
@@ -79,13 +81,6 @@ def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
         end(process, link)
         raise
     return process, link
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a draft's process: it imports what this one does."""
-    path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
-    # Its threads sleep once a forward is done: with a core shared, the target's turn has come.
-    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
 
 
 def end(process: Process, link: Link) -> None:
