@@ -1,10 +1,12 @@
 """How fast the simulator is: rounds a second, the cost of an event, and a day of serving at 5 requests a second.
 
-python benchmarks/simulator.py            # about two minutes of one core
+python benchmarks/simulator.py                # about two minutes of one core
+python benchmarks/simulator.py --hours 4      # of the day only so many, half a minute
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import simpy
@@ -43,10 +45,10 @@ def scenario(mode: str, **changes: object) -> Scenario:
     )
 
 
-def day() -> Scenario:
-    """A day's requests, prompts of 200 and outputs of 64 tokens on average, in batches of at most 32."""
+def day(hours: float = 24) -> Scenario:
+    """The requests of a day or of some hours of it, prompts of 200 and outputs of 64 tokens on average, in batches of at most 32."""
     load = {"output_tokens": (32, 64, 96), "prompt_tokens": (100, 200, 300), "prompt_chunk": 320, "batch_size": 32}
-    return scenario("ssd", request_rate=float(RATE), num_requests=RATE * DAY, **load)
+    return scenario("ssd", request_rate=float(RATE), num_requests=round(RATE * DAY * hours / 24), **load)
 
 
 def timed(which: Scenario, tries: int = TRIES, record: bool = False) -> tuple[float, Result]:
@@ -75,6 +77,9 @@ def event_seconds() -> float:
 
 def main() -> None:
     """Print the tables of docs/simulator.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hours", type=float, default=24, help="how much of the day is played")
+    hours = parser.parse_args().hours
     print("| | rounds a second | with rounds and spans kept |\n|---|---|---|")
     for name, which in (
         ("AR, batch 1", scenario("ar")),
@@ -85,12 +90,12 @@ def main() -> None:
         speeds = [result.metrics.num_rounds / seconds for seconds, result in (timed(which), timed(which, record=True))]
         print(f"| {name} | {speeds[0]:,.0f} | {speeds[1]:,.0f} |")
     event = min(event_seconds() for _ in range(TRIES))
-    print(f"\nAn event of SimPy: {event * 1e6:.2f} microseconds; a round of SSD takes two, a message each way.")
-    seconds, result = timed(day(), tries=1)
+    print(f"\nAn event of SimPy: {event * 1e6:.2f} microseconds; a run takes one wherever there is nobody to serve until a request comes.")
+    seconds, result = timed(day(hours), tries=1)
     metrics = result.metrics
     print(
-        f"A day at {RATE} requests/s: {seconds:.0f} s for {metrics.num_requests:,} requests and {metrics.num_rounds:,} rounds of their"
-        f" rows; {metrics.output_tokens_per_second:.0f} tokens/s, the target busy {result.busy_share('target'):.0%} of the time."
+        f"{hours:g} hours at {RATE} requests/s: {seconds:.0f} s for {metrics.num_requests:,} requests and {metrics.num_rounds:,} rounds of"
+        f" their rows; {metrics.output_tokens_per_second:.0f} tokens/s, the target busy {result.busy_share('target'):.0%} of the time."
     )
 
 

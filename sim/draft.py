@@ -1,59 +1,49 @@
 """The draft: answer from the cache, build the next one while the target verifies, wait for the outcomes; on one device or several."""
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from numpy.random import Generator as Random
 
+from sim.choice import as_lists, ranked
 from sim.device import Device, Mark
-from sim.link import Link, Lost, Message, Piece, Proposal, Steps, Turn, Verdict
+from sim.draws import one_by_one
+from sim.link import Answer, Link, Piece, Proposal, Turn, Verdict
 from sim.outages import Outage
 from sim.scenario import Scenario
+from theory.check import FloatArray
 from theory.fanout import shortened
 
 FanOuts = Mapping[str, tuple[int, ...]]
-_shortened = cache(shortened)
+# The index of a device, and whether it holds a branch.
+Owner = tuple[int, bool]
 
 
 class DraftDevice(Device):
     """One draft device: its share of the branches of the speculation cache, and how many tokens these have."""
 
+    heard = 0.0
     branches, tokens, catch_up, context, round = 0, 0, 0, 0, 0
 
     def __init__(self, name: str, scenario: Scenario, marks: list[Mark] | None, rng: Random) -> None:
         super().__init__(name, scenario, marks, rng, scenario.draft_residuals)
-        # What it did after the message that it last heard of was sent: the run may be over before.
-        self.ahead: deque[Mark] = deque()
-        self.heard = 0.0
-
-    def note(self, mark: Mark) -> None:
-        """Note a span, once it is sure to lie within the run."""
-        if mark[3] <= self.heard:
-            super().note(mark)
-        else:
-            self.ahead.append(mark)
-
-    def settle(self, until: float) -> None:
-        """Hear that the run goes on until then."""
-        self.heard = until
-        while self.ahead and self.ahead[0][3] <= until:
-            super().note(self.ahead.popleft())
+        assert scenario.draft_step is not None
+        self.step, self.alone = scenario.draft_step, scenario.draft_alone or scenario.draft_step
 
     def draft(self, missing: Sequence[int], context: int, number: int) -> None:
         """Draft what rows lack, so many tokens each, in one forward a step."""
-        start, alone, most = self.now, self.scenario.draft_alone or self.scenario.draft_step, max(missing)
-        assert alone is not None
-        for step in range(most):
-            self.now += self.forward_seconds(alone(sum([tokens > step for tokens in missing]), context))
+        start, done = self.now, 0
+        for tokens in sorted(set(missing)):
+            rows = sum([lacking > done for lacking in missing])
+            self.run(self.alone(rows, context), tokens - done)
+            done = tokens
         self.log("answer", start, number)
 
     def feed(self, tokens: int, context: int, number: int) -> None:
         """Feed tokens of a prompt, or where prompts are fed whole one prompt."""
-        start, step = self.now, self.scenario.draft_step
-        assert step is not None
-        self.now += self.forward_seconds(step(tokens, context) if tokens else self.scenario.draft_prefill_seconds)
+        start = self.now
+        self.run(self.step(tokens, context) if tokens else self.scenario.draft_prefill_seconds)
         self.log("prefill", start, number)
 
     def build(self, until: float, grows: bool) -> None:
@@ -64,30 +54,38 @@ class DraftDevice(Device):
         if self.scenario.mode == "ssd":
             start = self.now
             # A build does not begin where the message is there already.
-            done = self._steps(until, grows) if until > start else 0
-            self.tokens = max(0, done - (self.catch_up > 0))
-            self.log("build", start, self.round)
+            self.tokens = self._grown(until, grows) if until > start else 0
+            if self.now > start:
+                self.log("build", start, self.round)
         if until > self.now:
             self.rest(until, self.round)
 
-    def _steps(self, until: float, grows: bool) -> int:
-        """Run the catch-up step and those of all branches until a message comes; return how many were completed."""
-        step, done, size = self.scenario.draft_step, 0, self.branches
-        assert step is not None
-        if self.catch_up:
-            if not self._forward(until, step(self.catch_up, self.context), False):
-                return 0
-            done = 1
-        each = step(size, self.context) if size else 0.0
-        for _ in range(self.scenario.num_speculative_tokens if size else 0):
-            if until < self.now or not self._forward(until, each, grows):
-                break
-            done += 1
-        return done
+    def forget(self) -> None:
+        """Have nothing cached, and nothing to build."""
+        self.tokens = self.branches = self.catch_up = 0
+
+    def _grown(self, until: float, grows: bool) -> int:
+        """Run the step that catches up and those of all branches until a message comes; return the tokens that each branch then has."""
+        if self.catch_up and not self._forward(until, self.step(self.catch_up, self.context), False):
+            return 0
+        if not self.branches:
+            return 0
+        K, each = self.scenario.num_speculative_tokens, self.step(self.branches, self.context)
+        if not self.noisy and self.now + K * each <= until:
+            self.run(each, K)
+            return K
+        tokens = 0
+        while tokens < K and until >= self.now and self._forward(until, each, grows):
+            tokens += 1
+        return tokens
+
+    def run(self, latency: float, times: int = 1) -> None:
+        """Run forwards that nothing interrupts."""
+        self.now += sum([self.forward_seconds(latency) for _ in range(times)]) if self.noisy else latency * times
 
     def _forward(self, until: float, latency: float, grows: bool) -> bool:
         """Run one forward; return whether it was completed rather than given up for a message."""
-        seconds, interrupt = self.forward_seconds(latency) if self.noisy else latency, self.scenario.interrupt
+        seconds, interrupt = self.forward_seconds(latency), self.scenario.interrupt
         if until >= self.now + seconds or interrupt == "step" or (interrupt == "moot" and grows):
             self.now += seconds
             return True
@@ -105,93 +103,102 @@ class Draft:
     lookup finds.
     """
 
-    def __init__(
-        self, scenario: Scenario, devices: Sequence[DraftDevice], lookup: Random, outages: Iterator[Outage], inbox: Link, outbox: Link
-    ) -> None:
-        self.scenario, self.devices, self.lookup, self.outages = scenario, devices, lookup, outages
-        self.inbox, self.outbox = inbox, outbox
+    def __init__(self, scenario: Scenario, devices: Sequence[DraftDevice], lookup: Random, outages: Iterator[Outage], outbox: Link) -> None:
+        self.scenario, self.devices, self.lookup, self.outages, self.outbox = scenario, devices, one_by_one(lookup.random), outages, outbox
+        self.caches, self.one_device, self.contexts = scenario.mode == "ssd", scenario.one_device, scenario.reads_contexts
         self.fan_outs: FanOuts = {}
         self.firsts: dict[str, int] = {}
-        K, backs_up = scenario.num_speculative_tokens, scenario.backup == "jit"
+        self.K = K = scenario.num_speculative_tokens
+        self.drafts = not self.caches or scenario.backup == "jit"
+        self.looks_up = self.caches and scenario.backup == "ngram"
         self.on_hit, self.looked_up = Proposal(K, True), Proposal(K, False, True)
-        self.on_miss = Proposal(K) if scenario.mode == "sd" else Proposal(K if backs_up else 0, False, True)
+        self.on_miss = Proposal(K if self.drafts else 0, False, True) if self.caches else Proposal(K)
+        self._fan_out, self._chosen = cache(self._listed), cache(self._likeliest)
         # When it is back, known once the target has noticed that it was away.
         self.back: float | None = None
         self._await_outage(0.0)
 
-    def run(self) -> Steps:
-        """Serve until the message None arrives."""
-        message: Message = yield self.inbox.receive()
-        while message.content is not None:
-            self._hear(message.content, message)
-            message = yield self.inbox.receive()
-        self._end(message.sent)
-
-    def _hear(self, turn: Turn, message: Message) -> None:
+    def hear(self, turn: Turn) -> Answer | None:
+        """Play on until a turn has arrived and been answered; return the answer, none where no draft is due."""
         for device in self.devices:
-            device.settle(message.sent)
+            device.settle(turn.sent)
         if self.back is not None:
             self._return(self.back)
-        dealt = [self._dealt(place, outcome) for place, outcome in enumerate(turn.outcomes)]
-        expected = bool(dealt) or (turn.piece is not None and self.scenario.one_device)
-        if self.outage[0] <= message.arrived:
+        expected = bool(turn.outcomes) or (turn.piece is not None and self.one_device)
+        if self.outage[0] <= turn.arrived:
             self._die()
         else:
-            growing = {index for index, cached in dealt if cached}
-            for index, device in enumerate(self.devices):
-                device.build(message.arrived, index in growing)
-            proposals, ready = self._answer(turn, dealt)
+            owners = self._built(turn)
+            proposals, ready = self._answer(turn, owners)
             if ready <= self.outage[0]:
-                if expected:
-                    self.outbox.send(proposals, ready, self.scenario.draft_token_bytes * sum(each.drafted for each in proposals))
                 self._plan(turn, proposals, ready)
-                return
+                return self._sent(proposals, ready) if expected else None
             self._die()
-        if expected:
-            notice = max(self.outage[0], message.sent) + self.scenario.lost_after_seconds
-            self.back = max(self.outage[1], notice)
-            self.outbox.tell(Lost(self.back), notice)
+        if not expected:
+            return None
+        notice = max(self.outage[0], turn.sent) + self.scenario.lost_after_seconds
+        self.back = max(self.outage[1], notice)
+        return Answer((), notice, notice, self.back)
 
-    def _dealt(self, place: int, outcome: Verdict) -> tuple[int, bool]:
-        """Which device is to answer for an outcome, and whether a branch of it was begun for that."""
-        fan_out = self.fan_outs.get(outcome.request)
-        if fan_out is None or outcome.rank > fan_out[outcome.accepted]:
-            return place % len(self.devices), False
-        if len(self.devices) == 1:
-            return 0, True
-        branch = self.firsts[outcome.request] + sum(fan_out[: outcome.accepted]) + outcome.rank - 1
-        return branch % len(self.devices), True
+    def _sent(self, proposals: Sequence[Proposal], ready: float) -> Answer:
+        size = self.scenario.draft_token_bytes * sum([each.drafted for each in proposals]) if self.outbox.bandwidth else 0.0
+        return Answer(proposals, ready, self.outbox.arrival(ready, size))
 
-    def _answer(self, turn: Turn, dealt: Sequence[tuple[int, bool]]) -> tuple[tuple[Proposal, ...], float]:
+    def _built(self, turn: Turn) -> list[Owner]:
+        """Play the builds under way until the turn arrives; return who is to answer for each outcome."""
+        owners = self._owners(turn.outcomes)
+        for index, device in enumerate(self.devices):
+            device.build(turn.arrived, (index, True) in owners)
+        return owners
+
+    def _owners(self, outcomes: Sequence[Verdict]) -> list[Owner]:
+        """Which device is to answer for each outcome, and whether a branch of it was begun for that."""
+        count, owners = len(self.devices), []
+        for place, (request, accepted, rank, _) in enumerate(outcomes):
+            fan_out = self.fan_outs.get(request)
+            if fan_out is None or rank > fan_out[accepted]:
+                owners.append((place % count, False))
+            else:
+                owners.append(((self.firsts[request] + sum(fan_out[:accepted]) + rank - 1) % count if count > 1 else 0, True))
+        return owners
+
+    def _answer(self, turn: Turn, owners: Sequence[Owner]) -> tuple[list[Proposal], float]:
         """Draft what is missing of the rows that lack tokens; return a proposal for each outcome, and when the last one is ready."""
-        K, drafts = self.scenario.num_speculative_tokens, self.scenario.mode == "sd" or self.scenario.backup == "jit"
-        hits = [cached and self.devices[index].tokens > 0 for index, cached in dealt]
-        ready = self.devices[0].now
-        if turn.unknown and drafts:
+        devices = self.devices
+        if turn.unknown and self.drafts:
             self._feed(turn.unknown, turn)
-        for device, its in zip(self.devices, self._shares(dealt), strict=True):
-            if its:
-                outcomes = [turn.outcomes[place] for place in its]
-                device.names = tuple([outcome.request for outcome in outcomes])
-                missing = [K - device.tokens if hits[place] else K * drafts for place in its]
-                device.draft(missing, sum([outcome.context for outcome in outcomes]), turn.round)
-                ready = max(ready, device.now)
-        if turn.unknown and not drafts:
+        proposals = self._proposals(turn, owners)
+        ready = devices[0].now if len(devices) == 1 else max([devices[0].now, *[devices[index].now for index, _ in owners]])
+        if turn.unknown and not self.drafts:
             self._feed(turn.unknown, turn)
-        if turn.piece and self.scenario.one_device:
+        if turn.piece and self.one_device:
             self._feed_piece(turn.piece, turn)
-            ready = self.devices[0].now
-        return tuple([self.on_hit if hit else self._on_miss() for hit in hits]), ready
+            ready = devices[0].now
+        return proposals, ready
 
-    def _shares(self, dealt: Sequence[tuple[int, bool]]) -> list[Sequence[int]]:
-        """For each device the places of the outcomes that it is to answer for."""
-        if len(self.devices) == 1:
-            return [range(len(dealt))]
-        return [[place for place, (whose, _) in enumerate(dealt) if whose == index] for index in range(len(self.devices))]
+    def _proposals(self, turn: Turn, owners: Sequence[Owner]) -> list[Proposal]:
+        """What the cache holds for each outcome, or what the backup gives; whatever is short is drafted to its end."""
+        proposals, missing = [], []
+        for index, cached in owners:
+            # A branch without a token is no help.
+            tokens = self.devices[index].tokens if cached else 0
+            proposals.append(self.on_hit if tokens else self._on_miss())
+            missing.append(self.K - tokens if tokens or self.drafts else 0)
+        if any(missing):
+            self._draft(turn, missing, owners)
+        return proposals
+
+    def _draft(self, turn: Turn, missing: Sequence[int], owners: Sequence[Owner]) -> None:
+        """Let each device draft what its rows lack."""
+        for index, device in enumerate(self.devices):
+            its = [place for place, (owner, _) in enumerate(owners) if owner == index]
+            if its:
+                device.names = tuple([turn.outcomes[place].request for place in its])
+                context = sum([turn.outcomes[place].context for place in its]) if self.contexts else 0
+                device.draft([missing[place] for place in its], context, turn.round)
 
     def _on_miss(self) -> Proposal:
-        looks_up = self.scenario.mode == "ssd" and self.scenario.backup == "ngram"
-        return self.looked_up if looks_up and self.lookup.random() < self.scenario.ngram_found else self.on_miss
+        return self.looked_up if self.looks_up and next(self.lookup) < self.scenario.ngram_found else self.on_miss
 
     # What follows an answer
 
@@ -200,36 +207,57 @@ class Draft:
         if len(self.devices) > 1:
             for device in self.devices:
                 device.rest(ready + self.scenario.link_seconds, turn.round)
-        if turn.piece and not self.scenario.one_device:
+        if turn.piece and not self.one_device:
             self._feed_piece(turn.piece, turn)
         for device in self.devices:
             device.round = turn.round
-        if self.scenario.mode == "ssd":
+        if self.caches:
             self._deal(turn, proposals)
 
     def _deal(self, turn: Turn, proposals: Sequence[Proposal]) -> None:
         """Deal the branches out to the devices."""
-        context = sum(outcome.context for outcome in turn.outcomes) + (turn.piece.context if turn.piece else 0)
+        context = 0
+        if self.contexts:
+            context = sum([outcome.context for outcome in turn.outcomes]) + (turn.piece.context if turn.piece else 0)
         self.fan_outs = self._fan_outs(turn, proposals, context)
         dealt, count, self.firsts = 0, len(self.devices), {}
         for request, fan_out in self.fan_outs.items():
             self.firsts[request] = dealt
             dealt += sum(fan_out)
+        names = tuple(self.fan_outs)
         for index, device in enumerate(self.devices):
             # The last token of a running row must be fed first: the candidates after it are not known before.
-            device.catch_up, device.branches, device.context = len(turn.outcomes), -(-(dealt - index) // count), context
-            device.names = tuple(self.fan_outs)
+            device.catch_up, device.branches = len(turn.outcomes), -(-(dealt - index) // count)
+            device.context, device.names = context, names
 
     def _fan_outs(self, turn: Turn, proposals: Sequence[Proposal], context: int) -> FanOuts:
         """Of the rows whose drafts are verified, and of a prompt that ends: a round with an empty draft; as many as memory has room for."""
-        rows = [(outcome.request, proposal) for outcome, proposal in zip(turn.outcomes, proposals, strict=True)]
-        rows += [(turn.piece.request, Proposal())] if turn.piece and turn.piece.last else []
-        after_hit, after_miss = self.scenario.fan_out_hit, self.scenario.fan_out_miss
-        found = {request: _shortened(after_hit if proposal.hit else after_miss, proposal.drafted) for request, proposal in rows}
+        if self.scenario.budget:
+            rows = rows_of(turn, proposals)
+            found = dict(zip(rows, self._chosen(tuple(rows.values())), strict=True))
+        else:
+            found = {outcome.request: self._fan_out(proposal) for outcome, proposal in zip(turn.outcomes, proposals, strict=True)}
+            if turn.piece and turn.piece.last:
+                found[turn.piece.request] = self._fan_out(Proposal())
         if self.scenario.draft_slots is None:
             return found
-        room = max(0, self.scenario.draft_slots - context) // self.scenario.num_speculative_tokens
+        room = max(0, self.scenario.draft_slots - context) // self.K
         return fitting(found, room * len(self.devices))
+
+    def _likeliest(self, proposals: tuple[Proposal, ...]) -> list[tuple[int, ...]]:
+        """The budget's outcomes over all rows."""
+        chosen = ranked([self._chances(proposal) for proposal in proposals])[: self.scenario.budget * len(proposals)]
+        return as_lists(chosen, [proposal.drafted for proposal in proposals])
+
+    def _chances(self, proposal: Proposal) -> FloatArray:
+        """What is known of the outcome of a draft."""
+        found = proposal.backup and proposal.drafted and self.looks_up
+        model = self.scenario.ngram_outcomes if found else self.scenario.outcomes
+        assert model is not None
+        return model.chances(proposal.drafted, proposal.hit is True)
+
+    def _listed(self, proposal: Proposal) -> tuple[int, ...]:
+        return shortened(self.scenario.fan_out_hit if proposal.hit else self.scenario.fan_out_miss, proposal.drafted)
 
     def _feed_piece(self, piece: Piece, turn: Turn) -> None:
         for device in self.devices:
@@ -256,7 +284,8 @@ class Draft:
         death = self.outage[0]
         for device in self.devices:
             device.build(death, False)
-            device.now, device.tokens, device.branches, device.catch_up = death, 0, 0, 0
+            device.forget()
+            device.now = death
         self.fan_outs = {}
 
     def _return(self, back: float) -> None:
@@ -265,7 +294,7 @@ class Draft:
         for device in self.devices:
             device.rest(back, device.round, "lost")
 
-    def _end(self, end: float) -> None:
+    def end(self, end: float) -> None:
         """Account for the time until the last request has left, when the draft may still be working."""
         died = self.outage[0] <= end
         if died:
@@ -276,9 +305,13 @@ class Draft:
                 device.rest(min(self.back or end, end), device.round, "lost")
             device.settle(end)
             device.build(end, False)
-            for name, activity, start, _, number, names in device.ahead:
-                if start < end:
-                    Device.note(device, (name, activity, start, end, number, names))
+            device.finish(end)
+
+
+def rows_of(turn: Turn, proposals: Sequence[Proposal]) -> dict[str, Proposal]:
+    """The drafts that are to be verified, and that of a prompt that ends, an empty one."""
+    rows = {outcome.request: proposal for outcome, proposal in zip(turn.outcomes, proposals, strict=True)}
+    return rows | {turn.piece.request: Proposal()} if turn.piece and turn.piece.last else rows
 
 
 def fitting(fan_outs: FanOuts, budget: int) -> FanOuts:

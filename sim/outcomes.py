@@ -10,11 +10,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
+from sim.draws import one_by_one
 from theory import check
+from theory.acceptance import accepted_length_law
+from theory.check import FloatArray
 
 # A rank that no cache holds: the bonus is none of the candidates that a curve tells of.
 NEVER = 1 << 30
+# Candidates of a position whose chances are told apart.
+RANKS = 32
 
 Outcome = tuple[int, int]
 Draw = Callable[[int, bool], Outcome]
@@ -25,6 +31,10 @@ class Outcomes(Protocol):
 
     def start(self, rng: np.random.Generator) -> Draw:
         """A new stream: a function of (drafted length, whether the draft was a hit) that returns the next (k, rank)."""
+        ...
+
+    def chances(self, drafted: int, hit: bool) -> FloatArray:
+        """What is known of a round before its outcome: the chance of each (k, rank), [drafted+1, RANKS], falling with the rank."""
         ...
 
 
@@ -48,7 +58,7 @@ class Positional:
 
     def start(self, rng: np.random.Generator) -> Draw:
         """A stream of independent rounds; ValueError when asked for more drafted tokens than there are alphas."""
-        random = rng.random
+        random = one_by_one(rng.random).__next__
 
         def draw(drafted: int, hit: bool) -> Outcome:
             if drafted > len(self.alphas):
@@ -59,6 +69,11 @@ class Positional:
             return accepted, _rank(self.curves[accepted if accepted < drafted else -1], random())
 
         return draw
+
+    def chances(self, drafted: int, hit: bool) -> FloatArray:
+        """The rates and the curves as they are."""
+        curves = [*self.curves[:drafted], self.curves[-1]]
+        return _chances(accepted_length_law(self.alphas[:drafted], drafted), [_gains(curve) for curve in curves])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +96,7 @@ class IID:
 
     def start(self, rng: np.random.Generator) -> Draw:
         """A stream of independent rounds."""
-        random, alpha, rejected = rng.random, self.alpha, self.curve
+        random, alpha, rejected = one_by_one(rng.random).__next__, self.alpha, self.curve
         end = rejected if self.curve_at_end is None else self.curve_at_end
 
         def draw(drafted: int, hit: bool) -> Outcome:
@@ -91,6 +106,11 @@ class IID:
             return accepted, _rank(rejected if accepted < drafted else end, random())
 
         return draw
+
+    def chances(self, drafted: int, hit: bool) -> FloatArray:
+        """The rate and the curves as they are."""
+        end = self.curve if self.curve_at_end is None else self.curve_at_end
+        return _chances(accepted_length_law(self.alpha, drafted), [_gains(self.curve)] * drafted + [_gains(end)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +124,10 @@ class TwoState:
         """A stream that asks the model of the state it is in."""
         hit_draw, miss_draw = self.after_hit.start(rng), self.after_miss.start(rng)
         return lambda drafted, hit: hit_draw(drafted, hit) if hit else miss_draw(drafted, hit)
+
+    def chances(self, drafted: int, hit: bool) -> FloatArray:
+        """Those of the state."""
+        return (self.after_hit if hit else self.after_miss).chances(drafted, hit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +164,10 @@ class Trace:
             return outcome
 
         return draw
+
+    def chances(self, drafted: int, hit: bool) -> FloatArray:
+        """How often they came in all texts: the ranks do not say how sure the draft was of each."""
+        return _counted(rounds_of(self.ranks, drafted, self.ends), drafted)
 
 
 def outcome_at(ranks: tuple[int, ...], place: int, drafted: int, ends: tuple[int, ...] | None = None) -> Outcome:
@@ -197,10 +225,40 @@ class Replay:
 
         return draw
 
+    def chances(self, drafted: int, hit: bool) -> FloatArray:
+        """How often they came in the record."""
+        return _counted([_shortened(outcome, self.lookahead, drafted) for outcome in self.rounds], drafted)
+
 
 def _rank(curve: Sequence[float], chance: float) -> int:
     rank = bisect_right(curve, chance)
     return rank if rank < len(curve) else NEVER
+
+
+def _gains(curve: Sequence[float]) -> FloatArray:
+    """What each further candidate adds to a curve, [RANKS]."""
+    gains = np.diff(np.asarray(curve, dtype=np.float64))[:RANKS]
+    return np.pad(gains, (0, RANKS - gains.size))
+
+
+def _counted(rounds: Sequence[Outcome], drafted: int) -> FloatArray:
+    """Chances by counts: of the accepted length, and of the rank after a rejection and after full acceptance."""
+    if not rounds:
+        return np.zeros((drafted + 1, RANKS))
+    accepted, ranks = np.array(rounds).T
+    law = np.bincount(accepted, minlength=drafted + 1) / len(rounds)
+    of_rejected, of_full = (_shares(ranks[which]) for which in (accepted < drafted, accepted == drafted))
+    return _chances(law, [of_rejected] * drafted + [of_full])
+
+
+def _shares(ranks: np.ndarray) -> FloatArray:
+    """How often each rank came, [RANKS]."""
+    return np.asarray(np.bincount(ranks[ranks <= RANKS], minlength=RANKS + 1)[1:] / max(1, ranks.size))
+
+
+def _chances(law: FloatArray, ranks: Sequence[FloatArray]) -> FloatArray:
+    """A worse candidate is never the likelier one: the nearest falling chances, as theory.calibration makes confidences monotone."""
+    return np.asarray(law[:, None] * np.array([isotonic_regression(of_one, increasing=False).x for of_one in ranks]), dtype=np.float64)
 
 
 def _shortened(outcome: Outcome, lookahead: int, drafted: int) -> Outcome:

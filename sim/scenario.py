@@ -7,7 +7,12 @@ from sim.latency import LatencyByContext, Seconds
 from sim.outcomes import Outcomes
 from theory import check
 
-CHOICES = {"mode": ("ar", "sd", "ssd"), "backup": ("jit", "ngram", "none"), "interrupt": ("step", "layer", "moot")}
+CHOICES = {
+    "mode": ("ar", "sd", "ssd"),
+    "backup": ("jit", "ngram", "none"),
+    "interrupt": ("step", "layer", "moot"),
+    "building": ("fixed", "anytime"),
+}
 
 Lengths = int | tuple[int, ...]
 
@@ -36,7 +41,10 @@ class Scenario:
     For sd: one_device, where the draft feeds prompts on the device of the target, before it.
 
     For ssd: fan_out_hit and fan_out_miss (F_k, K+1 each; used to build while the target verifies a cached draft, and any other or the
-    prompt), cut to what draft_slots has room for beside prompts and outputs; draft_devices that they are shared out to; backup, by row:
+    prompt), or a budget: as many outcomes a row, over all rows those that are likeliest by what the outcome model knows; cut to what
+    draft_slots has room for beside prompts and outputs; building: "fixed", drafts of K tokens for what is planned, or "anytime", in waves,
+    the likeliest first, for as long as the target verifies, where drafts may be short (sim.anytime); draft_devices that branches are
+    shared out to; backup, by row:
     "jit" (all rows that lack tokens are drafted for together, and the batch waits), "ngram" (with chance ngram_found K tokens at no cost,
     whose outcomes are ngram_outcomes; else none) or "none"; interrupt: a draft that builds its cache looks for the outcomes between steps
     ("step"), or between its draft_layers layers, where it gives up the step under way ("layer") unless a true branch grows in it ("moot").
@@ -74,6 +82,8 @@ class Scenario:
     num_speculative_tokens: int = 0
     fan_out_hit: tuple[int, ...] = ()
     fan_out_miss: tuple[int, ...] = ()
+    budget: int = 0
+    building: str = "fixed"
     draft_devices: int = 1
     backup: str = "jit"
     ngram_outcomes: Outcomes | None = None
@@ -100,9 +110,10 @@ class Scenario:
         if self.mode != "ar":
             self._check_draft()
         if self.mode == "ssd":
-            self._check_fan_out("fan_out_hit", self.fan_out_hit)
-            self._check_fan_out("fan_out_miss", self.fan_out_miss)
+            self._check_cache()
             self._check_ngram()
+        elif self.budget or self.building != "fixed":
+            raise ValueError(f"budget={self.budget!r}, building={self.building!r} with mode={self.mode!r}: only mode 'ssd' has a cache")
         self._check_outages()
         self._check_slots()
 
@@ -111,6 +122,12 @@ class Scenario:
         """Key-values that fit into the target's memory and, where there is one, the draft's; None for any number."""
         limits = (self.target_slots, None if self.mode == "ar" else self.draft_slots)
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def reads_contexts(self) -> bool:
+        """Whether anything hangs on how long texts are."""
+        tables = (self.verify, self.draft_step, self.draft_alone)
+        return self.slots is not None or any(isinstance(table, LatencyByContext) for table in tables)
 
     def slots_of(self, prompt_tokens: int, output_tokens: int) -> int:
         """Key-values that a request may come to need."""
@@ -143,14 +160,9 @@ class Scenario:
         _check_counts("output_tokens", self.output_tokens)
         if self.prompt_chunk:
             _check_counts("prompt_tokens", self.prompt_tokens)
-        elif self.prompt_tokens != 0 and not self._reads_contexts():
+        elif self.prompt_tokens != 0 and not self.reads_contexts:
             raise ValueError(f"prompt_tokens={self.prompt_tokens!r} is read with prompt_chunk alone: set it, or use target_prefill_seconds")
         self._check_prefill()
-
-    def _reads_contexts(self) -> bool:
-        """Whether prompts that are fed whole have a length that counts."""
-        tables = (self.verify, self.draft_step, self.draft_alone)
-        return self.slots is not None or any(isinstance(table, LatencyByContext) for table in tables)
 
     def _check_prefill(self) -> None:
         for name in ("target_prefill_seconds", "draft_prefill_seconds"):
@@ -212,6 +224,18 @@ class Scenario:
         if self.draft_devices > 1 and self.mode != "ssd":
             raise ValueError(f"draft_devices={self.draft_devices} with mode={self.mode!r}: only mode 'ssd' has branches to share out")
 
+    def _check_cache(self) -> None:
+        check.count("budget", self.budget, 0)
+        if self.building == "anytime" and self.draft_devices > 1:
+            raise ValueError(f"building='anytime' with draft_devices={self.draft_devices}: only one is built on so, use 'fixed'")
+        for name in ("fan_out_hit", "fan_out_miss"):
+            if not self.budget:
+                self._check_fan_out(name, getattr(self, name))
+            elif getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} with budget={self.budget}, which chooses by itself: leave one of them out"
+                )
+
     def _check_fan_out(self, name: str, fan_out: tuple[int, ...]) -> None:
         K = self.num_speculative_tokens
         if len(fan_out) != K + 1:
@@ -219,7 +243,7 @@ class Scenario:
         for k, F in enumerate(fan_out):
             check.count(f"{name}[{k}]", F, 0)
         if sum(fan_out) == 0:
-            raise ValueError(f"{name}={fan_out!r} caches nothing: give it at least one branch, or use mode='sd'")
+            raise ValueError(f"{name}={fan_out!r} caches nothing: give it at least one branch or a budget, or use mode='sd'")
 
 
 def _longest(lengths: Lengths) -> int:

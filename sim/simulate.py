@@ -1,4 +1,4 @@
-"""Play a scenario: a process for the target and one for the draft, with two links between them."""
+"""Play a scenario: the process of the target, which asks the draft over a link each way."""
 
 import math
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ import numpy as np
 import simpy
 from numpy.random import SeedSequence, default_rng
 
+from sim.anytime import AnytimeDevice, AnytimeDraft
 from sim.device import Device, Mark
 from sim.draft import Draft, DraftDevice
 from sim.link import Link
@@ -93,29 +94,29 @@ def simulate(scenario: Scenario, seed: int = 0, *, record: bool = True) -> Resul
     so two scenarios that differ in their latencies only meet the same outcomes, at batch size 1 in the same order. ValueError if the
     outcome model cannot answer for K drafted tokens.
     """
-    env = simpy.Environment()
     marks: list[Mark] | None = [] if record else None
     of_outcomes, of_target, of_draft, of_load, of_lookup, of_outages = SeedSequence(seed).spawn(6)
-    to_draft, to_target = (Link(env, scenario.link_seconds, scenario.link_bandwidth) for _ in range(2))
     streams = _streams(scenario, of_outcomes)
-    drafts = _draft_devices(scenario, marks, of_draft) if streams else []
-    if drafts:
-        away = outages(scenario, default_rng(of_outages))
-        env.process(Draft(scenario, drafts, default_rng(of_lookup), away, to_draft, to_target).run())
-    asked = requests(scenario, default_rng(of_load))
-    target = Target(scenario, marks, default_rng(of_target), to_target, to_draft, asked, streams)
-    env.process(target.run())
+    devices = _draft_devices(scenario, marks, of_draft) if streams else []
+    away = outages(scenario, default_rng(of_outages))
+    outbox = Link(scenario.link_seconds, scenario.link_bandwidth)
+    kind = AnytimeDraft if scenario.building == "anytime" else Draft
+    draft = kind(scenario, devices, default_rng(of_lookup), away, outbox) if devices else None
+    target = Target(scenario, marks, default_rng(of_target), draft, requests(scenario, default_rng(of_load)), streams)
+    env = simpy.Environment()
+    env.process(target.run(env))
     env.run()
     metrics = _metrics(target)
     kept = None if marks is None or target.plays is None else (marks, target.plays, scenario.backup)
-    return Result(metrics, tuple(target.served), _spent([target, *drafts]), _shares(target, metrics.total_seconds), kept)
+    return Result(metrics, tuple(target.served), _spent([target, *devices]), _shares(target, metrics.total_seconds), kept)
 
 
 def _draft_devices(scenario: Scenario, marks: list[Mark] | None, seeds: SeedSequence) -> list[DraftDevice]:
     """The first has the random numbers that it would have alone."""
     names = ["draft", *(f"draft-{index}" for index in range(2, scenario.draft_devices + 1))]
     rngs = [default_rng(seed) for seed in (seeds, *seeds.spawn(scenario.draft_devices - 1))]
-    return [DraftDevice(name, scenario, marks, rng) for name, rng in zip(names, rngs, strict=True)]
+    kind = AnytimeDevice if scenario.building == "anytime" else DraftDevice
+    return [kind(name, scenario, marks, rng) for name, rng in zip(names, rngs, strict=True)]
 
 
 def _streams(scenario: Scenario, seeds: SeedSequence) -> list[Stream]:

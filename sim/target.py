@@ -1,24 +1,27 @@
 """The target's process: rounds of waiting for the drafts, verifying them with a piece of a prompt beside, and telling the outcomes."""
 
+import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import simpy
 from numpy.random import Generator as Random
 
 from sim.device import Device, Mark
-from sim.link import Link, Lost, Message, Piece, Proposal, Steps, Turn, Verdict
+from sim.draft import Draft
+from sim.link import Link, Piece, Proposal, Turn, Verdict
 from sim.load import Request, Served
 from sim.metrics import Kind
-from sim.outcomes import Draw
+from sim.outcomes import Draw, Outcome
 from sim.scenario import Scenario
 
 # On the link: of a row's outcome, and of a prompt's token.
 OUTCOME_BYTES, TOKEN_BYTES = 8, 4
 NOTHING = Proposal()
+# Of a row whose prompt is not fed yet.
+NO_VERDICT = Verdict("", 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Row:
     unfed: int
     missing: int
     context: int = 0
-    outcome: Verdict | None = None
+    outcome: Verdict = NO_VERDICT
     token_seconds: list[float] = field(default_factory=list)
 
     def served(self) -> Served:
@@ -56,9 +59,10 @@ Play = tuple[str, Proposal, int, int, float, float, float]
 
 
 class Target(Device):
-    """Runs the target model over all requests of a scenario; without a draft (no streams, one a row) every draft is empty.
+    """Runs the target model over all requests of a scenario; without a draft (and streams, one a row) every draft is empty.
 
     spent: also the seconds of "overhead", and where those of a round went: "draft" and "link" of its waits, "prompt" of its forwards.
+    running, joining: requests that decode, and those whose prompts are not fed yet, in the order of their coming.
     """
 
     def __init__(
@@ -66,14 +70,17 @@ class Target(Device):
         scenario: Scenario,
         marks: list[Mark] | None,
         rng: Random,
-        inbox: Link,
-        outbox: Link,
+        draft: Draft | None,
         requests: Sequence[Request],
         streams: Sequence[Stream],
     ) -> None:
         super().__init__("target", scenario, marks, rng, scenario.target_residuals)
-        self.inbox, self.outbox, self.waiting, self.streams = inbox, outbox, deque(requests), streams
-        self.rows: list[Row] = []
+        self.verify, self.contexts, self.overhead = scenario.verify, scenario.reads_contexts, scenario.overhead_seconds
+        self.draft, self.waiting, self.streams = draft, deque(requests), streams
+        self.outbox = Link(scenario.link_seconds, scenario.link_bandwidth)
+        self.running: list[Row] = []
+        self.joining: deque[Row] = deque()
+        self.places = list(range(scenario.batch_size))
         self.plays: list[Play] | None = None if marks is None else []
         self.kinds: Counter[Kind] = Counter()
         self.verify_seconds = self.wait_seconds = 0.0
@@ -83,64 +90,71 @@ class Target(Device):
         self.back: float | None = None
         self.free_slots = math.inf if scenario.slots is None else scenario.slots
 
-    def run(self) -> Steps:
-        """Serve all requests, then tell the draft to end."""
-        while self.waiting or self.rows:
-            self._idle()
-            self._admit()
-            yield from self._round()
+    def run(self, env: simpy.Environment) -> Generator[simpy.Event, object, None]:
+        """Serve all requests. Rounds are reckoned one after another, and only where there is nobody to serve the world is waited for."""
+        while self.waiting or self.running or self.joining:
+            if not (self.running or self.joining):
+                arrival = self.waiting[0].arrival or 0.0
+                if arrival > self.now:
+                    yield env.timeout(max(0.0, arrival - env.now))
+                    self._idle(arrival)
+            if self.waiting and self.places:
+                self._admit()
+            self._round()
             self.number += 1
-        self.outbox.send(None, self.now)
+        if self.draft is not None:
+            self.draft.end(self.now)
 
-    def _idle(self) -> None:
-        """With nobody to serve, wait for the next request; the draft, too, stops working for those that have left."""
-        arrival = self.waiting[0].arrival if self.waiting else None
-        if not self.rows and arrival is not None and arrival > self.now:
-            if self.back is None:
-                self.outbox.send(Turn(self.number), self.now)
-            self.names = ()
-            self.rest(arrival, self.number)
+    def _idle(self, arrival: float) -> None:
+        """Have had nobody to serve until a request came; the draft, too, stopped working for those that had left."""
+        if self.draft is not None and self.back is None:
+            self.draft.hear(Turn(self.number, self.now, self.outbox.arrival(self.now, 0.0)))
+        self.names = ()
+        self.rest(arrival, self.number)
 
     def _admit(self) -> None:
         """Give requests that have come their rows, in their order, while there are rows and room for keys and values."""
-        while self.waiting and len(self.rows) < self.scenario.batch_size and (self.waiting[0].arrival or 0.0) <= self.now:
+        while self.places and self.waiting and (self.waiting[0].arrival or 0.0) <= self.now:
             needed = self._slots_of(self.waiting[0])
             if needed > self.free_slots:
                 return
             asked = self.waiting.popleft()
             self.free_slots -= needed
-            place = min(set(range(self.scenario.batch_size)) - {row.place for row in self.rows})
             arrival = self.now if asked.arrival is None else asked.arrival
-            self.rows.append(Row(asked, place, arrival, asked.prompt_tokens, asked.output_tokens))
+            self.joining.append(Row(asked, heapq.heappop(self.places), arrival, asked.prompt_tokens, asked.output_tokens))
 
     def _slots_of(self, request: Request) -> int:
         return self.scenario.slots_of(request.prompt_tokens, request.output_tokens)
 
-    def _round(self) -> Steps:
+    def _round(self) -> None:
         """One forward: the drafts of all running rows, and of the first prompt that waits a piece."""
-        running = [row for row in self.rows if row.outcome is not None]
-        feeding = next((row for row in self.rows if row.outcome is None), None) if len(running) < len(self.rows) else None
+        running, feeding = self.running, self.joining[0] if self.joining else None
         piece = self._piece(feeding) if feeding else None
-        start, self.names = self.now, tuple([row.request.name for row in running])
-        proposals = yield from self._ask(running, piece)
-        waited, since = self.now - start, self.now
-        drafted = len(proposals) + sum([proposal.drafted for proposal in proposals])
-        tokens = drafted + (piece.tokens if piece else 0)
+        start = self.now
+        if self.plays is not None:
+            self.names = tuple([row.request.name for row in running])
+        proposals = self._asked(running, piece)
+        since = self.now
+        drafted = len(proposals)
+        for proposal in proposals:
+            drafted += proposal[0]
         self._forward(running, piece, drafted)
         if piece and not running:
             self.names = (piece.request,)
         self.log("verify" if running else "prefill", since, self.number)
-        verified = self.now - since
-        if tokens:
-            self.now += self.scenario.overhead_seconds
-            self.spent["overhead"] += self.scenario.overhead_seconds
-        for row, proposal in zip(running, proposals, strict=True):
-            self._settle(row, proposal, verified, waited, start)
+        verified, waited = self.now - since, since - start
+        self.verify_seconds += len(running) * verified
+        self.wait_seconds += len(running) * waited
+        if drafted or (piece and piece.tokens):
+            self.now += self.overhead
+            self.spent["overhead"] += self.overhead
+        # Some of them leave.
+        for row, proposal in zip(tuple(running), proposals, strict=True):
+            accepted, committed = self._settle(row, proposal)
+            if self.plays is not None:
+                self.plays.append((row.request.name, proposal, accepted, committed, verified, waited, start))
         if feeding and piece:
-            feeding.unfed -= piece.tokens
-            feeding.context = piece.context
-            if piece.last:
-                self._commit(feeding, self._verdict(feeding, NOTHING), 1)
+            self._fed(feeding, piece)
 
     def _piece(self, row: Row) -> Piece:
         tokens = min(self.scenario.prompt_chunk, row.unfed)
@@ -149,73 +163,75 @@ class Target(Device):
 
     def _forward(self, running: Sequence[Row], piece: Piece | None, drafted: int) -> None:
         """Run the forward of so many tokens of running rows, drafts and all, and a piece."""
-        verify, context = self.scenario.verify, sum([row.context for row in running])
+        verify, context = self.verify, sum([row.context for row in running]) if self.contexts else 0
         of_rows = verify(drafted, context) if drafted else 0.0
-        whole = of_rows
-        if piece:
-            tokens = drafted + piece.tokens
-            whole = (verify(tokens, context + piece.context) if tokens else 0.0) + self.scenario.target_prefill_seconds
+        if piece is None:
+            self.now += self.forward_seconds(of_rows)
+            return
+        tokens = drafted + piece.tokens
+        whole = (verify(tokens, context + piece.context) if tokens else 0.0) + self.scenario.target_prefill_seconds
         seconds = self.forward_seconds(whole)
         self.now += seconds
-        if piece and whole:
+        if whole:
             self.spent["prompt"] += seconds * max(0.0, 1 - of_rows / whole)
 
-    def _ask(self, running: Sequence[Row], piece: Piece | None) -> Generator[simpy.Event, Any, Sequence[Proposal]]:
+    def _asked(self, running: Sequence[Row], piece: Piece | None) -> Sequence[Proposal]:
         """Tell the draft what happened and what comes next, and wait for the drafts of the running rows."""
-        empty = [NOTHING] * len(running)
-        if not self.streams or (self.back is not None and self.now < self.back):
-            return empty
+        if self.draft is None or (self.back is not None and self.now < self.back):
+            return [NOTHING] * len(running)
         unknown = () if self.back is None else self._unknown()
         self.back = None
-        outcomes = tuple([row.outcome for row in running if row.outcome])
+        outcomes = [row.outcome for row in running]
         size = OUTCOME_BYTES * len(outcomes) + TOKEN_BYTES * (sum(unknown) + (piece.tokens if piece else 0))
-        start = self.now
-        there = self.outbox.send(Turn(self.number, outcomes, piece, unknown), start, size)
-        if not running and not (piece and self.scenario.one_device):
-            return empty
-        message: Message = yield self.inbox.receive()
-        self.now = message.arrived
-        self.log("wait", start, self.number)
-        # A draft may turn out to be lost while the turn is on its way.
-        link = min(there, message.arrived) - start + message.arrived - message.sent
-        self.spent["link"] += link
-        self.spent["draft"] += message.arrived - start - link
-        if isinstance(message.content, Lost):
-            self.back = message.content.back
-            return empty
-        proposals: Sequence[Proposal] = message.content
-        return proposals
+        start, there = self.now, self.outbox.arrival(self.now, size)
+        answer = self.draft.hear(Turn(self.number, start, there, outcomes, piece, unknown))
+        if answer is None:
+            return ()
+        self.now = answer.arrived
+        if self.now > start:
+            self.log("wait", start, self.number)
+            # A draft may turn out to be lost while the turn is on its way.
+            link = min(there, self.now) - start + self.now - answer.sent
+            self.spent["link"] += link
+            self.spent["draft"] += self.now - start - link
+        self.back = answer.back
+        return answer.proposals if answer.back is None else [NOTHING] * len(running)
 
     def _unknown(self) -> tuple[int, ...]:
         """What a draft that is back has to be fed of each row."""
-        contexts = [row.context for row in self.rows if row.outcome is not None or row.context]
+        contexts = [row.context for row in (*self.running, *self.joining) if row.context or row.outcome is not NO_VERDICT]
         return tuple(context if self.scenario.prompt_chunk else 0 for context in contexts)
 
-    def _settle(self, row: Row, proposal: Proposal, verified: float, waited: float, start: float) -> None:
-        outcome = self._verdict(row, proposal)
-        accepted = outcome.accepted
-        committed = min(accepted + 1, row.missing)
-        self.kinds[proposal.drafted, min(accepted, committed), proposal.hit, proposal.backup] += 1
-        self.verify_seconds += verified
-        self.wait_seconds += waited
-        if self.plays is not None:
-            self.plays.append((row.request.name, proposal, accepted, committed, verified, waited, start))
-        self._commit(row, outcome, committed)
+    def _settle(self, row: Row, proposal: Proposal) -> tuple[int, int]:
+        """Take the outcome of a draft in; return how many tokens of it were accepted, and how many are kept with the bonus."""
+        accepted, rank = self._outcome(row, proposal)
+        committed = accepted + 1 if accepted < row.missing else row.missing
+        self.kinds[proposal.drafted, accepted if accepted < committed else committed, proposal.hit, proposal.backup] += 1
+        self._commit(row, accepted, rank, committed)
+        return accepted, committed
 
-    def _commit(self, row: Row, outcome: Verdict, tokens: int) -> None:
+    def _fed(self, row: Row, piece: Piece) -> None:
+        """Take in that a piece of a prompt was fed; its last one gives the first token."""
+        row.unfed -= piece.tokens
+        row.context = piece.context
+        if piece.last:
+            self.running.append(self.joining.popleft())
+            self._commit(row, *self._outcome(row, NOTHING), 1)
+
+    def _commit(self, row: Row, accepted: int, rank: int, tokens: int) -> None:
         row.missing -= tokens
         row.context += tokens
-        row.outcome = outcome
+        row.outcome = Verdict(row.request.name, accepted, rank, row.context)
         row.token_seconds.append(self.now)
         if not row.missing:
-            self.rows.remove(row)
+            self.running.remove(row)
+            heapq.heappush(self.places, row.place)
             self.free_slots += self._slots_of(row.request)
             self.served.append(row.served())
 
-    def _verdict(self, row: Row, proposal: Proposal) -> Verdict:
-        if not self.streams:
-            return Verdict(row.request.name, 0, 1)
-        stream = self.streams[row.place]
-        draw = stream.looked_up if proposal.backup and proposal.drafted and stream.looked_up else stream.drafted
-        accepted, rank = draw(proposal.drafted, proposal.hit is True)
-        return Verdict(row.request.name, accepted, rank, row.context + min(accepted + 1, row.missing))
+    def _outcome(self, row: Row, proposal: Proposal) -> Outcome:
+        if self.draft is None:
+            return 0, 1
+        stream, drafted = self.streams[row.place], proposal.drafted
+        draw = stream.looked_up if stream.looked_up and proposal.backup and drafted else stream.drafted
+        return draw(drafted, proposal.hit is True)

@@ -317,7 +317,7 @@ def validate(
 ) -> None:
     """Hold the simulator against the engine.
 
-    Profiles once, then predicts and measures fourteen configurations that the profile did not see.
+    Profiles once, then predicts and measures sixteen configurations that the profile did not see.
     """
     from ssd.options import hardware_for, models_for, one_draft, workload_for
 

@@ -114,7 +114,7 @@ def predicted(
     """Return the configuration with its prediction; the AR and SD that it is compared with are the fastest in `everything`."""
     configuration, pace, rows = played.configuration, played.pace, played.rows
     K, drafts = configuration.num_speculative_tokens, configuration.mode != "ar"
-    budget = max(sum(configuration.fan_out_hit), sum(configuration.fan_out_miss))
+    budget = configuration.budget or max(sum(configuration.fan_out_hit), sum(configuration.fan_out_miss))
     target, used = configuration.placement.target, configuration.placement.devices
     vs_ar, vs_ar_equal = _speedup(played, _on(everything, "ar", target)), _speedup(played, _within(everything, "ar", used))
     assert vs_ar is not None, "AR is played on the devices of every target"
@@ -164,6 +164,8 @@ def scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workl
         num_speculative_tokens=configuration.num_speculative_tokens,
         fan_out_hit=configuration.fan_out_hit,
         fan_out_miss=configuration.fan_out_miss,
+        budget=configuration.budget,
+        building=configuration.building,
         backup=configuration.backup,
         interrupt=INTERRUPT,
         draft_layers=DRAFT_LAYERS,

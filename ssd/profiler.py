@@ -80,6 +80,7 @@ def profile(
     progress: Progress | None = None,
     partial: Path | None = None,
     ignore_eos: bool = False,
+    watch_rounds: bool = True,
 ) -> Profile:
     """Measure `models` on `hardware`, which must be this machine, in a minute or two for models of a billion weights.
 
@@ -87,7 +88,8 @@ def profile(
     rounds of the engine take beyond their forwards. prompts: texts, or their token ids, to measure acceptance on, else a few of the
     workload's prompt set. progress is called with what is being measured and the share done, 0..1. partial: a file for finished stages,
     so that the same call goes on after a break; it is gone when all is done. ignore_eos: read texts past the model's end tokens, for loads
-    that do. ValueError where the hardware is another machine.
+    that do. watch_rounds: False leaves out what rounds take beyond forwards, for whoever watches them later.
+    ValueError where the hardware is another machine.
     """
     workload = workload or Workload()
     if not hardware.is_local:
@@ -105,7 +107,7 @@ def profile(
     )
     with Engine.from_plan(_first_plan(hardware, models, places), max_num_seqs=workload.batch_size) as engine:
         profiler = _Profiler(engine, workload, progress or (lambda *_: None), stages, ignore_eos)
-        found = profiler.run(places, prompts)
+        found = profiler.run(places, prompts, watch_rounds=watch_rounds)
     found = profiler.replayed(found) if workload.temperature > 0 and models.draft is not None else found
     stages.finish()
     return found
@@ -130,7 +132,7 @@ class _Profiler:
         self.context = workload.prompt_tokens + workload.output_tokens // 2
         self.rows = workload.batch_size
 
-    def run(self, places: Sequence[Placement], prompts: Sequence[Prompt] | None) -> Profile:
+    def run(self, places: Sequence[Placement], prompts: Sequence[Prompt] | None, *, watch_rounds: bool) -> Profile:
         """Measure everything and put it together."""
         models = self.engine.plan.models
         texts: list[Prompt] = list(prompts or prompt_texts(self.workload.prompt_set, PROMPTS, self.engine.pair.tokenizer))
@@ -158,6 +160,8 @@ class _Profiler:
             link_seconds=self._link(),
             overhead_seconds=overhead,
         )
+        if not watch_rounds:
+            return found
         costs = self.once("rounds", list[RoundCost], lambda: list(self._round_costs(found, places)))
         return found.model_copy(update={"rounds": tuple(costs)})
 
@@ -200,7 +204,7 @@ class _Profiler:
                 # The first one only warms up.
                 self.engine.timeline()
                 begin = monotonic()
-        return Watched(configuration, self.engine.timeline(), self.rows)
+        return Watched(configuration, (self.engine.timeline(),), self.rows)
 
     def replayed(self, found: Profile) -> Profile:
         """The profile with what would have been accepted and cached along the sampled texts; the draft is loaded into this process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 
 from scipy.stats import trim_mean
@@ -30,17 +31,17 @@ def usual(seconds: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A configuration and what was seen of it, with all its rows at work."""
+    """A configuration and what was seen of it in one run or several, each with a batch of so many rows."""
 
     configuration: Configuration
-    timeline: Timeline
+    timelines: tuple[Timeline, ...]
     rows: int
 
     @property
     def rounds(self) -> list[list[Round]]:
         """The records of each round that all rows took part in."""
         together: defaultdict[float, list[Round]] = defaultdict(list)
-        for one in self.timeline.rounds:
+        for one in chain.from_iterable(timeline.rounds for timeline in self.timelines):
             together[one.start].append(one)
         return [rows for rows in together.values() if len(rows) == self.rows]
 
@@ -123,15 +124,15 @@ def _cached(raw: Pace, short: Watched, long: Watched) -> tuple[float, float, flo
     answer = usual(wait for wait, _ in ready) if ready else 2 * raw.link_seconds
     K, missed = long.configuration.num_speculative_tokens, long.waits(1)
     steps = [(wait - answer - raw.backup_seconds(K, rows)) / K for wait, rows in missed]
-    builds = list(_build_steps(raw, long))
+    builds = [step for timeline in long.timelines for step in _build_steps(raw, long, timeline)]
     return answer, usual(steps) if steps else 0.0, usual(builds) if builds else 0.0
 
 
-def _build_steps(raw: Pace, one: Watched) -> Iterator[float]:
+def _build_steps(raw: Pace, one: Watched, timeline: Timeline) -> Iterator[float]:
     """For each round the mean seconds of its build's steps, what lies between them included, beyond a forward of all branches."""
     forward = raw.step(one.rows * sum(one.configuration.fan_out_hit))
     spans: defaultdict[int, list[Span]] = defaultdict(list)
-    for span in one.timeline.spans:
+    for span in timeline.spans:
         if span.device == "draft":
             spans[span.round].append(span)
     for its in spans.values():

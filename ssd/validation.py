@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from math import ceil
 from statistics import fmean
@@ -24,11 +24,26 @@ from ssd.placements import placements
 from ssd.profiler import profile as measure_profile
 from ssd.prompts import Kind, of_length
 from ssd.prompts import prompts as prompt_texts
-from ssd.specs import Configuration, Hardware, Models, Placement, Plan, Profile, RequestOutput, SamplingParams, Spec, Workload
+from ssd.round_costs import Watched, round_cost, watched_configurations
+from ssd.specs import (
+    Building,
+    Configuration,
+    Hardware,
+    Models,
+    Placement,
+    Plan,
+    Profile,
+    RequestOutput,
+    RoundCost,
+    SamplingParams,
+    Spec,
+    Workload,
+)
 
 if TYPE_CHECKING:
     from sim.metrics import Metrics
     from sim.scenario import Scenario
+    from sim.timeline import Timeline
     from ssd.progress import Progress
 
 # Simulated requests of a case: enough for a standard error of about 1 %.
@@ -111,7 +126,7 @@ class Validation(Spec):
 
 
 def cases(hardware: Hardware, prompt_tokens: int = 64) -> tuple[Case, ...]:
-    """Fourteen that differ in mode, K, fan-out, backup, batch size, prompt length and temperature. ValueError on a single device."""
+    """Sixteen that differ in mode, K, cache, backup, batch size, prompt length and temperature. ValueError on a single device."""
     apart, shared = placements(hardware)[0], placements(hardware)[-1]
     if apart.overlaps:
         raise ValueError(f"hardware {hardware.name!r} has one device: SSD, which is to be validated, needs two")
@@ -123,6 +138,9 @@ def cases(hardware: Hardware, prompt_tokens: int = 64) -> tuple[Case, ...]:
 
     def sd(K: int) -> Configuration:
         return Configuration(mode="sd", num_speculative_tokens=K, placement=shared)
+
+    def adaptive(building: Building) -> Configuration:
+        return Configuration(mode="ssd", num_speculative_tokens=3, budget=8, building=building, placement=apart)
 
     ar = Configuration(mode="ar", placement=alone)
     loads: list[tuple[Configuration, dict[str, float]]] = [
@@ -140,6 +158,8 @@ def cases(hardware: Hardware, prompt_tokens: int = 64) -> tuple[Case, ...]:
         (ssd(3, 2), {"batch_size": 4}),
         (ssd(3, 2), {"prompt_tokens": 3 * prompt_tokens}),
         (ssd(3, 2), {"temperature": 1.0}),
+        (adaptive("fixed"), {}),
+        (adaptive("anytime"), {}),
     ]
     return tuple(Case.model_validate({"configuration": c, "prompt_tokens": prompt_tokens, **load}) for c, load in loads)
 
@@ -155,12 +175,13 @@ def validate(
     repeats: int = 4,
     progress: Progress | None = None,
 ) -> Validation:
-    """Profile once, then predict each case and measure it `repeats` times, the cases in turn on one engine.
+    """Profile, predict each case, and measure it `repeats` times, all cases in turn on one engine.
 
     chosen: default `cases(hardware)`. prompts: texts to use instead of the prompt set's. A profile is of a load: there is one for each
     temperature and length of prompts, of one request and where a case has several of the largest batch. It measures acceptance on the very
-    prompts that the cases then decode, so that what differs is the prediction and not the prompts; it sees none of the configurations.
-    ValueError for what cannot be run, RuntimeError if the draft is lost meanwhile.
+    prompts that the cases then decode, so that what differs is the prediction and not the prompts. What rounds take beyond their forwards
+    is watched in turn with the cases, since a shared machine is not the same from one minute to the next, on configurations that are no
+    cases (ssd.round_costs). ValueError for what cannot be run, RuntimeError if the draft is lost meanwhile.
     """
     chosen = tuple(cases(hardware) if chosen is None else chosen)
     tell = progress or (lambda *_: None)
@@ -168,18 +189,26 @@ def validate(
     texts = list(prompts or prompt_texts(prompt_set, None))
     loads = {case: _load(case, chosen, output_tokens, prompt_set) for case in chosen}
     profiles: dict[Workload, Profile] = {}
-    for load in dict.fromkeys(loads.values()):
-        done = len(profiles) / len(set(loads.values()))
+    for number, load in enumerate(dict.fromkeys(loads.values())):
 
-        def told(what: str, share: float, load: Workload = load, done: float = done) -> None:
-            tell(f"profile of {_title(load)}: {what}", 0.6 * (done + share / len(set(loads.values()))))
+        def told(what: str, share: float, load: Workload = load, number: int = number) -> None:
+            tell(f"profile of {_title(load)}: {what}", 0.5 * (number + share) / len(set(loads.values())))
 
         its = _prompts(models, texts, load.prompt_tokens, repeats * load.batch_size)
-        profiles[load] = measure_profile(hardware, models, load, prompts=its, progress=told, ignore_eos=True)
-    predicted = [_predicted(case, profiles[loads[case]], output_tokens, case.batch_size / loads[case].batch_size) for case in chosen]
-    measured = _measured(hardware, models, chosen, texts, output_tokens, repeats, lambda what, share: tell(what, 0.6 + 0.4 * share))
-    rows = tuple(Compared(case=c, measured=m, predicted=p) for c, m, p in zip(chosen, measured, predicted, strict=True))
-    return Validation(hardware=hardware.name, models=models, prompt_set=prompt_set, output_tokens=output_tokens, repeats=repeats, rows=rows)
+        profiles[load] = measure_profile(hardware, models, load, prompts=its, progress=told, ignore_eos=True, watch_rounds=False)
+    watched = {Run(c, load) for case, load in loads.items() for c in _watched(case.configuration)}
+    runs = {case: Run(case.configuration, load.model_copy(update={"batch_size": case.batch_size})) for case, load in loads.items()}
+    asked = list(dict.fromkeys([*runs.values(), *watched]))
+    seen = _measured(hardware, models, asked, texts, repeats, lambda what, share: tell(what, 0.5 + 0.5 * share))
+    rows = []
+    for case, load in loads.items():
+        cost = _cost(case.configuration, load, profiles[load], seen)
+        profile = profiles[load].model_copy(update={"rounds": (cost,) if cost else ()})
+        predicted = _predicted(case, profile, output_tokens, case.batch_size / load.batch_size)
+        rows.append(Compared(case=case, measured=_of_outputs(case, seen[runs[case]].outputs), predicted=predicted))
+    return Validation(
+        hardware=hardware.name, models=models, prompt_set=prompt_set, output_tokens=output_tokens, repeats=repeats, rows=tuple(rows)
+    )
 
 
 def _load(case: Case, chosen: Sequence[Case], output_tokens: int, prompt_set: Kind) -> Workload:
@@ -213,10 +242,6 @@ def _check(hardware: Hardware, models: Models, chosen: Sequence[Case], output_to
         raise ValueError(f"output_tokens={output_tokens}: the speed of decoding needs at least 2")
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: give 1 or more")
-    for case in chosen:
-        # The simulator knows neither.
-        if case.configuration.budget or case.configuration.building != "fixed":
-            raise ValueError(f"case {case.name!r} has a budget or builds at any time, which the simulator does not: give it fan-out lists")
 
 
 # Predictions
@@ -271,24 +296,53 @@ def _numbers(case: Case, metrics: Metrics, gaps: Sequence[float | None], firsts:
 # Measurements
 
 
+@dataclass(frozen=True)
+class Run:
+    """A configuration that decodes waves of a load."""
+
+    configuration: Configuration
+    load: Workload
+
+
+@dataclass
+class Seen:
+    """What came of it, the wave that warms up apart."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+
+
+def _watched(configuration: Configuration) -> tuple[Configuration, ...]:
+    return watched_configurations(configuration.mode, configuration.placement, configuration.verification)
+
+
+def _cost(configuration: Configuration, load: Workload, profile: Profile, seen: Mapping[Run, Seen]) -> RoundCost | None:
+    """What rounds of a mode at its place took beyond the profile's forwards."""
+    raw = pace(profile, configuration.placement, configuration.mode)
+    found = [Watched(c, tuple(seen[Run(c, load)].timelines), load.batch_size) for c in _watched(configuration)]
+    return None if raw is None else round_cost(raw, found)
+
+
 def _measured(
-    hardware: Hardware, models: Models, chosen: Sequence[Case], texts: Sequence[str], output_tokens: int, repeats: int, tell: Progress
-) -> list[Numbers]:
-    first = min((case.configuration for case in chosen), key=lambda c: ("ssd", "sd", "ar").index(c.mode))
-    plan = Plan.of(first, hardware=hardware, models=models)
-    found: list[list[RequestOutput]] = [[] for _ in chosen]
-    with Engine.from_plan(plan, max_num_seqs=max(case.batch_size for case in chosen)) as engine:
-        waves = [_waves(models, case, texts, repeats) for case in chosen]
+    hardware: Hardware, models: Models, asked: Sequence[Run], texts: Sequence[str], repeats: int, tell: Progress
+) -> dict[Run, Seen]:
+    first = min((run.configuration for run in asked), key=lambda c: ("ssd", "sd", "ar").index(c.mode))
+    seen = {run: Seen() for run in asked}
+    waves = {run: _waves(models, run.load, texts, repeats) for run in asked}
+    with Engine.from_plan(
+        Plan.of(first, hardware=hardware, models=models), max_num_seqs=max(run.load.batch_size for run in asked)
+    ) as engine:
         for again in range(repeats + 1):
             tell(f"round {again} of {repeats}", again / (repeats + 1))
-            turn = again % len(chosen)
-            for place in [*range(turn, len(chosen)), *range(turn)]:
-                case = chosen[place]
-                params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=case.temperature)
-                run = run_once(engine, case.configuration, waves[place][again], params)
+            turn = again * len(asked) // (repeats + 1)
+            for run in [*asked[turn:], *asked[:turn]]:
+                params = SamplingParams(max_tokens=run.load.output_tokens, ignore_eos=True, temperature=run.load.temperature)
+                found = run_once(engine, run.configuration, waves[run][again], params)
                 # The first round warms up.
-                found[place] += run.outputs if again else ()
-    return [_of_outputs(case, outputs) for case, outputs in zip(chosen, found, strict=True)]
+                if again:
+                    seen[run].outputs += found.outputs
+                    seen[run].timelines.append(found.timeline)
+    return seen
 
 
 def _prompts(models: Models, texts: Sequence[str], length: int, count: int) -> list[tuple[int, ...]]:
@@ -296,10 +350,10 @@ def _prompts(models: Models, texts: Sequence[str], length: int, count: int) -> l
     return list(islice(cycle(of_length(texts, length, inspect(models).tokenizer)), count))
 
 
-def _waves(models: Models, case: Case, texts: Sequence[str], repeats: int) -> list[list[tuple[int, ...]]]:
-    """The prompts of each round of a case: those that were profiled, and before them others to warm up."""
-    size = case.batch_size
-    its = _prompts(models, texts, case.prompt_tokens, (repeats + 1) * size)
+def _waves(models: Models, load: Workload, texts: Sequence[str], repeats: int) -> list[list[tuple[int, ...]]]:
+    """The prompts of each round of a load: those that were profiled, and before them others to warm up."""
+    size = load.batch_size
+    its = _prompts(models, texts, load.prompt_tokens, (repeats + 1) * size)
     return [its[(again - 1) % (repeats + 1) * size :][:size] for again in range(repeats + 1)]
 
 

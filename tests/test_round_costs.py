@@ -45,7 +45,7 @@ def played(its: Pace, mode: Mode, place: Placement) -> list[Watched]:
     found = []
     for configuration in watched_configurations(mode, place, "rejection"):
         scenario: Scenario = prediction.scenario(configuration, its, outcome_model(TABLES).simulated(), LOAD, 4000)
-        found.append(Watched(configuration, simulate(replace(scenario, num_requests=20)).timeline, 1))
+        found.append(Watched(configuration, (simulate(replace(scenario, num_requests=20)).timeline,), 1))
     return found
 
 
@@ -54,7 +54,8 @@ def test_what_the_simulator_was_told_is_read_off_its_rounds(mode, place):
     cost = told(mode, place)
     its = pace(TABLES.model_copy(update={"rounds": (cost,)}), place, mode)
     raw = pace(TABLES, place, mode)
-    assert its is not None and raw is not None
+    assert its is not None
+    assert raw is not None
     found = round_cost(raw, played(its, mode, place))
     assert found is not None
     assert (found.mode, found.placement) == (mode, place)
@@ -67,7 +68,8 @@ def test_what_the_simulator_was_told_is_read_off_its_rounds(mode, place):
 def test_the_pace_is_that_of_the_tables_and_the_costs_together():
     cost = told("ssd", APART)
     raw, its = (pace(TABLES.model_copy(update={"rounds": rounds}), APART, "ssd") for rounds in ((), (cost,)))
-    assert raw is not None and its is not None
+    assert raw is not None
+    assert its is not None
     assert its.verify(1) == pytest.approx(raw.verify(1) + 2e-3)
     assert its.verify(3.5) == pytest.approx(raw.verify(3.5) + 3e-3)
     assert its.verify(32) == pytest.approx(raw.verify(32) + 4e-3), "beyond what was watched the last is taken"
@@ -106,8 +108,8 @@ def test_steps_of_a_build_count_what_lies_between_them_but_not_one_that_may_have
         at = spans[-1].end
     spans.append(Span("draft", "build", at + 1e-3, at + 1.1e-3, 1, "r"))
     rounds = [Round("r", LONG, 1, 2, True, False, 20e-3, 0.4e-3, start=1.0)]
-    quick = Watched(short, Timeline([], [Round("r", SHORT, 1, 2, True, False, 20e-3, 0.4e-3, start=1.0)]), 1)
-    found = round_cost(raw, [quick, Watched(long, Timeline(spans, rounds), 1)])
+    quick = Watched(short, (Timeline([], [Round("r", SHORT, 1, 2, True, False, 20e-3, 0.4e-3, start=1.0)]),), 1)
+    found = round_cost(raw, [quick, Watched(long, (Timeline(spans, rounds),), 1)])
     assert found is not None
     assert found.build_step == pytest.approx(2e-3)
 
@@ -117,7 +119,7 @@ def test_a_round_that_not_all_rows_took_part_in_tells_nothing():
     raw = pace(TABLES, APART, "ssd")
     alone = Timeline([], [Round("r", 1, 1, 2, True, False, 1.0, 0.1, start=1.0)])
     assert raw is not None
-    assert round_cost(raw, [Watched(short, alone, 2), Watched(long, alone, 2)]) is None
+    assert round_cost(raw, [Watched(short, (alone,), 2), Watched(long, (alone,), 2)]) is None
 
 
 def test_slower_times_count_and_single_extremes_do_not():

@@ -39,7 +39,9 @@ def test_one_device_has_no_cases():
 
 def test_what_is_predicted_is_what_the_planner_plays():
     profile = synthetic(cores(2), overhead=0.5e-3, link=0.1e-3)
-    for configuration in (AR, SSD):
+    adaptive = {"mode": "ssd", "num_speculative_tokens": 2, "budget": 4, "placement": APART}
+    others = [Configuration(**adaptive, building=building) for building in ("fixed", "anytime")]
+    for configuration in (AR, SSD, *others):
         its = pace(profile, configuration.placement, configuration.mode)
         load = Workload(prompt_tokens=64, output_tokens=100)
         planned = play(configuration, its, outcome_model(profile).simulated(), load)
@@ -74,10 +76,13 @@ def test_what_cannot_be_validated_is_refused_before_anything_is_measured(changes
         ssd.validate(asked.pop("hardware"), asked.pop("models"), **asked)
 
 
-def test_a_budget_is_refused_by_name():
-    adaptive = Configuration(mode="ssd", num_speculative_tokens=2, budget=4, placement=APART)
-    with pytest.raises(ValueError, match="case 'SSD K=2 B=4 b=1 prompt 64 T=0' has a budget or builds at any time"):
-        ssd.validate(cores(2), PAIR, chosen=[Case(configuration=adaptive)])
+def test_a_budget_and_a_cache_built_at_any_time_are_handed_to_the_simulator():
+    for building, named in (("fixed", ""), ("anytime", " anytime")):
+        adaptive = Configuration(mode="ssd", num_speculative_tokens=2, budget=4, building=building, placement=APART)
+        case = Case(configuration=adaptive)
+        assert case.name == f"SSD K=2 B=4{named} b=1 prompt 64 T=0"
+        played = scenario(case, synthetic(cores(2)), 32)
+        assert (played.budget, played.building, played.fan_out_hit) == (4, building, ())
 
 
 def test_errors_are_of_the_prediction_over_the_measurement():

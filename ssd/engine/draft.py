@@ -11,6 +11,7 @@ from time import monotonic
 import numpy as np
 import torch
 
+from sim.tempo import Tempo
 from sim.timeline import Span
 from ssd.engine.cache import CANDIDATES, Branches, Candidates, advance, candidates
 from ssd.engine.confidence import Confidence, Kinds, kinds
@@ -23,7 +24,6 @@ from ssd.engine.packed import Laws
 from ssd.engine.prefix import PREFILL_CHUNK, SHARED_CHUNK, place_for, share_prefix
 from ssd.engine.proposer import Proposer
 from ssd.engine.spans import MAX_SPANS, recorded
-from ssd.engine.tempo import Tempo
 from ssd.models import LoadedModel
 from theory.fanout import shortened
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.tempo import Tempo
 from ssd.engine.draft import Drafter
 from ssd.engine.kv import Trunk
 from ssd.engine.prefix import place_for, share_prefix
 from ssd.engine.target import Target, TargetRow
-from ssd.engine.tempo import Tempo
 from ssd.engine.waiting import WaitingRoom
 from ssd.sampling import prefix_hash
 from ssd.specs import SamplingParams
@@ -363,7 +363,7 @@ def test_a_request_that_stops_takes_no_cache_from_the_others():
 
 def test_one_long_prompt_takes_no_draft_from_the_others(monkeypatch):
     monkeypatch.setattr("ssd.engine.draft.SHARED_CHUNK", 4)
-    monkeypatch.setattr("ssd.engine.tempo.Tempo.worthwhile", lambda *_: True)
+    monkeypatch.setattr("sim.tempo.Tempo.worthwhile", lambda *_: True)
     target = tiny_model("llama", 8)
     with pair(target, noisy(target, 0.3, 1), CONTEXT, rows=2) as both:
         answers = watched(both.drafter, "_feed", lambda rows, _, abort=None: [len(row.pending) for row in rows] if abort is None else [])

@@ -133,6 +133,8 @@ def test_every_field_of_a_scenario_can_be_written_in_a_file():
         **SSD,
         "fan_out_hit": 1,
         "fan_out_miss": [1, 1, 1],
+        "budget": 0,
+        "building": "fixed",
         "num_requests": 2,
         "batch_size": 2,
         "arrival_seconds": [0, 1.5],

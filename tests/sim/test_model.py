@@ -70,7 +70,9 @@ def test_measured_residuals_are_drawn_as_often_as_they_were_measured():
 def test_residuals_of_one_device_leave_the_other_alone():
     scenario = dataclasses.replace(ONE, draft_residuals=(0.25,), output_tokens=13)
     plain = dataclasses.replace(ONE, draft_step=Latency.of({1: 0.25, 11: 0.5}), draft_prefill_seconds=0.75, output_tokens=13)
-    assert simulate(scenario).timeline.spans == simulate(plain).timeline.spans
+    scaled, slow = (simulate(which).timeline.spans for which in (scenario, plain))
+    assert [(s.device, s.activity, s.round) for s in scaled] == [(s.device, s.activity, s.round) for s in slow]
+    assert np.array([(s.start, s.end) for s in scaled]) == pytest.approx(np.array([(s.start, s.end) for s in slow]))
 
 
 # Bandwidth
@@ -268,6 +270,10 @@ def anything(draw):
         changes |= {"verify": LatencyByContext.of({0: {1: 10.0, 11: 20.0}, 40: {1: 11.0, 11: 26.0}})}
     if scenario.mode == "ssd":
         changes |= {"draft_devices": draw(st.integers(1, 3))}
+        if draw(st.booleans()):
+            changes |= {"fan_out_hit": (), "fan_out_miss": (), "budget": draw(st.integers(1, 6))}
+        if draw(st.booleans()):
+            changes |= {"building": "anytime", "draft_devices": 1}
     if scenario.mode == "sd":
         changes |= {"one_device": draw(st.booleans())}
     return dataclasses.replace(scenario, **changes)

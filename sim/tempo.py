@@ -1,8 +1,8 @@
-"""How fast the two devices go just now, measured as they go: what the draft plans its cache by."""
+"""How fast the two devices go just now, measured as they go: what the draft, the engine's or a simulated one, plans its cache by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 import numpy as np
@@ -19,9 +19,13 @@ PRIOR = (3.0, 4.0)
 
 
 class Tempo:
-    """Seconds of a draft step by its tokens, seconds of a verification, and the share of draft tokens that are accepted."""
+    """Seconds of a draft step by its tokens, seconds of a verification, and the share of draft tokens that are accepted.
 
-    def __init__(self) -> None:
+    clock: seconds, from whenever.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
         self.verification: float | None = None
         self._steps = np.zeros(5)
         self._count = 0
@@ -30,12 +34,12 @@ class Tempo:
 
     def sent(self) -> None:
         """Note that drafts have left: the target is at work."""
-        self._sent = monotonic()
+        self._sent = self._clock()
 
     def heard(self) -> None:
         """Note that outcomes have come."""
         if self._sent is not None:
-            seconds, self._sent = monotonic() - self._sent, None
+            seconds, self._sent = self._clock() - self._sent, None
             # One long wait, for a prompt to be fed or a process to wake up, is not how long a verification takes.
             before = seconds if self.verification is None else self.verification
             self.verification = before + WEIGHT * (min(seconds, 4 * before) - before)
@@ -44,7 +48,7 @@ class Tempo:
         """Return the seconds until outcomes are due; None while nothing is known of them."""
         if self.verification is None or self._sent is None:
             return None
-        return self.verification - (monotonic() - self._sent)
+        return self.verification - (self._clock() - self._sent)
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """Note a draft step."""
