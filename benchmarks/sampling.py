@@ -9,7 +9,6 @@ differ, so acceptance and hits are sums over all prompts; the hit rate's standar
 from __future__ import annotations
 
 import argparse
-import pickle
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from itertools import product
 from ssd.bench.measure import run_once
 from ssd.bench.run import Run, median_speed, total
 from ssd.engine.engine import Engine
+from ssd.engine.link import MESSAGES, Drafts
 from ssd.prompts import prompts
 from ssd.specs import Configuration, Hardware, Models, Placement, Plan, SamplingParams
 
@@ -55,7 +55,7 @@ def weighed(engine: Engine) -> Iterator[list[int]]:
 
     def drafts():
         found = receive()
-        sizes.extend(len(pickle.dumps(draft, pickle.HIGHEST_PROTOCOL)) for draft in found.values())
+        sizes.extend(len(MESSAGES.encode(Drafts(0, (draft,)))) for draft in found.values())
         return found
 
     peer.drafts = drafts

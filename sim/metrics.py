@@ -56,7 +56,8 @@ class Metrics:
     num_rounds counts verifications, num_drafts those with at least one draft token. mean_acceptance_length = 1 + accepted / drafts,
     bonus included; ..._on_hit and ..._on_miss likewise, over all rounds of the kind: an empty draft counts with length 1.
     acceptance_histogram[k]: drafts with k tokens accepted. Seconds are summed over rounds, save total_seconds (wall clock) and
-    time_to_first_token (a mean over requests). time_per_output_token: seconds for each token after the first.
+    time_to_first_token (a mean over requests). time_per_output_token: seconds for each token after the first. link_messages, link_bytes:
+    both ways between target and draft, of an engine as a whole; link_seconds: the latency one way that it measured; None where nobody did.
     """
 
     num_rounds: int
@@ -80,6 +81,9 @@ class Metrics:
     output_tokens_per_second: float | None
     time_per_output_token: float | None
     num_requests: int = 1
+    link_messages: int | None = None
+    link_bytes: int | None = None
+    link_seconds: float | None = None
 
     @classmethod
     def from_rounds(

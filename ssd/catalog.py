@@ -117,6 +117,8 @@ def check_here(hardware: Hardware) -> None:
     if not hardware.is_local:
         raise ValueError(f"the plan is for hardware {hardware.name!r}, not for this machine: plan again with Hardware.local()")
     for device in hardware.devices:
+        if "/" in device.id:
+            continue
         name = _name_here(device) if device.source == PROBED else device.name
         if name != device.name:
             raise ValueError(

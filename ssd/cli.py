@@ -205,6 +205,10 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes the output repeatable, in every mode. [default: another each time]")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")] = None,
     timeline: Annotated[Path | None, typer.Option(help="Write what both devices did as a trace for Chrome or ui.perfetto.dev.")] = None,
+    draft_host: Annotated[str | None, typer.Option(help="Run the draft on this other host, where `ssd draft` is started.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="With --draft-host: HOST:PORT of this host, where the draft comes to. [default: torchrun's]")
+    ] = None,
     save: SavePlan = None,
     as_json: Json = False,
 ) -> None:
@@ -219,13 +223,15 @@ def generate(
     asked_for |= {"repetition_penalty": repetition_penalty, "stop": tuple(stop or ())}
     # A mistake is named before anything is measured or loaded.
     SamplingParams.model_validate(asked_for)
+    _refuse(listen is not None and draft_host is None, "--listen", "is where the draft of another host comes to: name it with --draft-host")
     with _progress() as tell:
-        found = _saved(plan_to_run(asked, tell), save)
+        found = plan_to_run(asked, tell)
+    found = _saved(found if draft_host is None else found.with_draft_on(draft_host), save)
     from ssd.engine.engine import Engine
 
     length = found.workload.output_tokens if asked.output_tokens is None else asked.output_tokens
     params = SamplingParams.model_validate({**asked_for, "max_tokens": length})
-    with Engine.from_plan(found) as engine:
+    with Engine.from_plan(found, listen=listen) as engine:
         for chunk in engine.stream(prompt, params):
             if not as_json:
                 print(chunk.text, end="", flush=True)
@@ -238,6 +244,22 @@ def generate(
         return
     print(flush=True)
     print(metrics_line(output, found, health), file=sys.stderr)
+
+
+@app.command()
+def draft(
+    connect: Annotated[str, typer.Option(help="HOST:PORT where the engine listens.")],
+    name: Annotated[str | None, typer.Option(help="This host in device ids, as in NAME/cuda:0. [default: what it is called]")] = None,
+) -> None:
+    """Draft for the engine of another host.
+
+    It goes there until Ctrl-C, again and again, loads what the engine asks for and keeps it for the next. SSD_SECRET is the same on both.
+    """
+    from ssd.engine.address import Address, this_host
+    from ssd.engine.draft_host import supervise
+
+    logging.getLogger().setLevel(logging.INFO)
+    supervise(Address.parse("--connect", connect), name or this_host())
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""The one place that knows device names: from `cpu:3` or `cuda:0` to a torch device, pinned cores and thread counts."""
+"""The one place that knows device names: from `cpu:3` or `cuda:0` to a torch device, pinned cores and thread counts.
+
+An id may have the name of another host before it, as in `node1/cuda:0`; the device is then one of that host, and means it there.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,23 @@ from contextlib import contextmanager
 import torch
 
 
+def host(ids: tuple[str, ...]) -> str | None:
+    """Return the other host that `ids` are devices of, None for this one; ValueError where they are of several."""
+    names = {name.rpartition("/")[0] for name in ids}
+    if len(names) > 1:
+        raise ValueError(f"placement {ids}: a model runs on one host; give ids of one")
+    return names.pop() or None if names else None
+
+
+def _there(ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what the ids are called on their own host."""
+    return tuple(name.rpartition("/")[2] for name in ids)
+
+
 def torch_device(ids: tuple[str, ...]) -> torch.device:
     """Return the torch device that a model on `ids` computes on."""
+    host(ids)
+    ids = _there(ids)
     kinds = {name.split(":")[0] for name in ids}
     if kinds == {"cpu"}:
         return torch.device("cpu")
@@ -36,7 +54,7 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 def cores(ids: tuple[str, ...]) -> tuple[int, ...]:
     """Return the CPU cores among `ids`."""
-    return tuple(int(name.split(":")[1]) for name in ids if name.startswith("cpu:"))
+    return tuple(int(name.split(":")[1]) for name in _there(ids) if name.startswith("cpu:"))
 
 
 def available_cores() -> tuple[int, ...]:
@@ -51,9 +69,14 @@ def pin(ids: tuple[str, ...]) -> None:
     wanted = cores(ids)
     if not wanted:
         return
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, wanted)
+    pin_to(wanted)
     torch.set_num_threads(len(wanted))
+
+
+def pin_to(cores: tuple[int, ...]) -> None:
+    """Keep the calling thread, and those that it will begin, on these cores, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def check_present(option: str, ids: tuple[str, ...]) -> None:

@@ -315,14 +315,14 @@ def memory_bytes(models: Models, source: Source, device: torch.device, slots: in
 
 def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Placement, slots: tuple[int, int]) -> None:
     """Refuse a pair whose weights and key-value slots (`slots` of target and draft) exceed the memory of where they are placed."""
-    from ssd.devices import torch_device
+    from ssd.devices import host, torch_device
 
     needs: dict[str, int] = {}
     room: dict[str, int] = {}
     for drafts, source, ids, places in ((False, pair.target, placement.target, slots[0]), (True, pair.draft, placement.draft, slots[1])):
         if source is None or not ids:
             continue
-        pool = "memory" if hardware.shared_memory else ids[0]
+        pool = host(ids) or "memory" if hardware.shared_memory else ids[0]
         needs[pool] = needs.get(pool, 0) + memory_bytes(models, source, torch_device(ids), places, drafts=drafts)
         room[pool] = hardware.select(ids)[0].memory_bytes
     for pool, bytes_needed in needs.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from sim.metrics import Metrics, Round
 from sim.names import unknown
@@ -61,7 +61,10 @@ class Spec(BaseModel):
 class Device(Spec):
     """One place where a model, or a share of it, can run."""
 
-    id: str = Field(pattern=r"^[a-z]+:\d+$", description="torch's name of the device, `cpu:3` meaning core 3 (no unit)")
+    id: str = Field(
+        pattern=r"^([\w.-]+/)?[a-z]+:\d+$",
+        description="torch's name of the device, `cpu:3` meaning core 3; of another host after its name, as in `node1/cuda:0` (no unit)",
+    )
     name: str = Field(description="product name (no unit)")
     memory_bytes: int = Field(gt=0, description="memory, bytes; of the whole machine where devices share it")
     memory_bandwidth: float = Field(gt=0, description="sustained read bandwidth, bytes per second")
@@ -75,7 +78,7 @@ class Device(Spec):
     @property
     def kind(self) -> str:
         """The part of the id before the colon: `cpu`, `cuda`, ..."""
-        return self.id.split(":")[0]
+        return self.id.rpartition("/")[2].split(":")[0]
 
 
 class Hardware(Spec):
@@ -220,7 +223,14 @@ class Placement(Spec):
     """Which devices a model runs on; a draft that shares the target's devices takes turns with it."""
 
     target: tuple[str, ...] = Field(min_length=1, description="device ids of the target (no unit)")
-    draft: tuple[str, ...] = Field((), description="device ids of the draft, none in mode ar (no unit)")
+    draft: tuple[str, ...] = Field((), description="device ids of the draft, maybe of another host, none in mode ar (no unit)")
+
+    @field_validator("target")
+    @classmethod
+    def _target_is_here(cls, ids: tuple[str, ...]) -> tuple[str, ...]:
+        if any("/" in name for name in ids):
+            raise ValueError(f"placement.target={ids}: the target runs on the host where the engine is started; leave the host's name out")
+        return ids
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -521,6 +531,19 @@ class Plan(Configuration):
     def with_configuration(self, configuration: Configuration) -> Plan:
         """Return this plan with another configuration in place of its own, to force an alternative."""
         return Plan(**{**dict(self), **dict(configuration.alone())})
+
+    def with_draft_on(self, host: str) -> Plan:
+        """Return this plan with the draft on devices of the same names of another host, which its worker is to be started on under the name
+        `host`; without predictions, since this machine's link is not the network between the two. ValueError without a draft.
+        """
+        if self.mode == "ar":
+            raise ValueError("mode='ar' has no draft to be moved to another host: plan for mode 'sd' or 'ssd'")
+        moved = {name: f"{host}/{name.rpartition('/')[2]}" for name in self.placement.draft}
+        there = tuple(device.model_copy(update={"id": moved[device.id]}) for device in self.hardware.select(self.placement.draft))
+        hardware = self.hardware.model_copy(update={"devices": (*self.hardware.devices, *there)})
+        place = Placement(target=self.placement.target, draft=tuple(moved.values()))
+        fields = {name: getattr(self, name) for name in Plan.model_fields}
+        return Plan(**{**fields, "hardware": hardware, "placement": place, "predicted": None, "alternatives": (), "sensitivity": ()})
 
     def explain(self) -> str:
         """Say in a dozen lines what was chosen and why, with measured and assumed inputs apart."""

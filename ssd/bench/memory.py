@@ -30,9 +30,9 @@ def peak_bytes(pid: int) -> int | None:
 
 
 def processes(engine: Engine, configuration: Configuration) -> tuple[int, ...]:
-    """Return the process of the target, and that of the draft where one is at work."""
+    """Return the process of the target, and that of the draft where one is at work on this host."""
     peer = engine.peer if configuration.mode != "ar" else None
-    return (os.getpid(),) if peer is None else (os.getpid(), peer.process.pid)
+    return (os.getpid(),) if peer is None or peer.process.pid is None else (os.getpid(), peer.process.pid)
 
 
 def planned_bytes(engine: Engine, configuration: Configuration) -> tuple[int, int]:

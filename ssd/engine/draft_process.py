@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
 
 from ssd import python
 from ssd.engine.link import (
@@ -33,13 +35,31 @@ from ssd.engine.link import (
     Stop,
     TakeSpans,
 )
+from ssd.engine.transport import LocalTransport
 
 if TYPE_CHECKING:
     from ssd.engine.draft import Drafter
+    from ssd.models import LoadedModel
 
 logger = logging.getLogger(__name__)
 
 ORPHAN_CHECK_SECONDS = 0.5
+# Of a draft's environment. Its threads sleep once a forward is done: with a core shared, the target's turn has come.
+DEFAULTS = {"OMP_WAIT_POLICY": "passive"}
+
+
+class Process(Protocol):
+    """What is asked of the process of a draft, as of a subprocess.Popen."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its number on this host."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
 
 
 def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
@@ -50,12 +70,11 @@ def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
             "ssd.engine.draft_process",
             str(theirs.fileno()),
             str(os.getpid()),
-            # Its threads sleep once a forward is done: with a core shared, the target's turn has come.
-            defaults={"OMP_WAIT_POLICY": "passive"},
+            defaults=DEFAULTS,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
-    link = Link(Connection(ours.detach()))
+    link = Link(LocalTransport(Connection(ours.detach())))
     try:
         link.send(boot)
     except LinkError:
@@ -64,7 +83,7 @@ def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
     return process, link
 
 
-def end(process: subprocess.Popen[bytes], link: Link) -> None:
+def end(process: Process, link: Link) -> None:
     """End a draft's process, whatever it is doing."""
     with suppress(OSError):
         process.kill()
@@ -72,11 +91,11 @@ def end(process: subprocess.Popen[bytes], link: Link) -> None:
     link.close()
 
 
-def serve(link: Link) -> None:
+def serve(link: Link, load: Callable[[Boot], LoadedModel]) -> None:
     """Load what the first message asks for, then obey messages until told to leave."""
     boot = link.expect(Boot)
     try:
-        drafter = _load(boot, link)
+        drafter = _drafter(boot, link, load)
     except Exception as error:
         link.send(Failed(f"the draft did not load: {type(error).__name__}: {error}"))
         # The engine says why; a traceback of this process would only bury it.
@@ -102,21 +121,28 @@ def run(drafter: Drafter, link: Link) -> None:
         obey(drafter, link, message)
 
 
-def _load(boot: Boot, link: Link) -> Drafter:
+def _drafter(boot: Boot, link: Link, load: Callable[[Boot], LoadedModel]) -> Drafter:
+    from ssd.engine.draft import Drafter
+
+    return Drafter(load(boot), link, boot.rows, boot.max_model_len, boot.vocab_size)
+
+
+def load_draft(boot: Boot) -> LoadedModel:
+    """Load the draft where it is to run; ValueError where this host has no such device or model."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from ssd.devices import pin, torch_device
-    from ssd.engine.draft import Drafter
+    from ssd.devices import check_present, pin, torch_device
     from ssd.models import load, locate
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
+    check_present("placement.draft", boot.placement.draft)
     pin(boot.placement.draft)
     source, device = locate("draft", boot.draft), torch_device(boot.placement.draft)
     loaded = load(source, device, getattr(torch, boot.dtype), drafts=True, int8=boot.int8)
     # What is loaded stays; looking through it for garbage would take some 40 ms now and then, in the midst of a round.
     gc.freeze()
-    return Drafter(loaded, link, boot.rows, boot.max_model_len, boot.vocab_size)
+    return loaded
 
 
 def obey(drafter: Drafter, link: Link, message: object) -> None:
@@ -148,12 +174,12 @@ def obey(drafter: Drafter, link: Link, message: object) -> None:
             link.send(Spans(tuple(drafter.spans)))
             drafter.spans.clear()
         case Ping():
-            link.send(message)
+            link.send(Ping(monotonic()))
         case _:
             raise LinkError(f"{type(message).__name__} is no message for a draft")
 
 
-def _leave_with(parent: int) -> None:
+def leave_with(parent: int) -> None:
     """End this process soon after its parent has ended, even in the middle of a forward."""
     while os.getppid() == parent:
         threading.Event().wait(ORPHAN_CHECK_SECONDS)
@@ -163,10 +189,10 @@ def _leave_with(parent: int) -> None:
 def main() -> None:
     """Serve the link whose file descriptor, with the parent's process id, stands on the command line."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-    link = Link(Connection(descriptor))
+    threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
+    link = Link(LocalTransport(Connection(descriptor)))
     try:
-        serve(link)
+        serve(link, load_draft)
     except LinkError as error:
         logger.info("leaving: %s", error)
 

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import operator
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from queue import SimpleQueue
-from typing import Self
+from typing import TYPE_CHECKING, Never, Self
 
 from sim.metrics import Metrics
 from sim.timeline import Span, Timeline
 from ssd.catalog import check_here
-from ssd.devices import check_present, pin, pinned, torch_device
+from ssd.devices import check_present, host, pin, pinned, torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
+from ssd.engine.address import rank, this_host, under_torchrun
 from ssd.engine.draft_process import spawn
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
-from ssd.engine.peer import LOAD_DEADLINE, DraftPeer
+from ssd.engine.peer import LOAD_DEADLINE, DraftPeer, Spawned
 from ssd.engine.resolve import resolved
 from ssd.engine.scheduler import Request, Scheduler
-from ssd.engine.spans import MAX_SPANS
+from ssd.engine.spans import MAX_SPANS, on_our_clock
 from ssd.engine.target import Target
 from ssd.engine.text import Text
 from ssd.engine.worker import Delivery, Job, Worker
 from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, keeps_int8, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
+
+if TYPE_CHECKING:
+    from ssd.engine.hosts import Meeting
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -37,6 +45,8 @@ LONGEST_DEADLINE = 86400.0
 MAX_WAITING = 1024
 # How often a task looks whether there is room to wait in.
 ROOM_SECONDS = 0.005
+# How long a draft of another host may take to come at first.
+COMING_DEADLINE = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +66,46 @@ class Engine:
     """Decodes as a plan says. Use as a context manager, or call `close`. Its methods may be called from any thread."""
 
     def __init__(
-        self, plan: Plan, *, deadline: float = 30.0, max_num_seqs: int | None = None, max_waiting: int = MAX_WAITING, restart: bool = True
+        self,
+        plan: Plan,
+        *,
+        deadline: float = 30.0,
+        max_num_seqs: int | None = None,
+        max_waiting: int = MAX_WAITING,
+        restart: bool = True,
+        listen: str | None = None,
     ) -> None:
         """Check, then load both models.
 
         deadline: the longest wait for a draft, seconds, after which decoding goes on without it. max_num_seqs: requests decoded together,
         as many as the plan's workload has unless said otherwise. max_waiting: requests that may wait for their turn, of all callers
-        together; whoever asks for more waits to be heard. restart: whether a draft that is lost is started again, with back-off.
+        together; whoever asks for more waits to be heard. restart: whether a draft that is lost is started again, with back-off, or on
+        another host awaited. listen: HOST:PORT of this host, for a draft of another host to come to; torchrun's processes have theirs.
+
+        In a further process of torchrun this serves the draft, and leaves with SystemExit when the engine does.
         """
         if not isinstance(plan, Plan):
             raise ValueError(f"plan={plan!r} is no Plan: make one with ssd.plan or read one with Plan.load")
+        if rank():
+            _serve_rank(plan)
         if not isinstance(deadline, int | float) or not 0 < deadline <= LONGEST_DEADLINE:
             raise ValueError(f"deadline={deadline}: give the seconds to wait for a draft, more than 0 and at most {LONGEST_DEADLINE:.0f}")
         self.max_num_seqs = _count("max_num_seqs", plan.workload.batch_size if max_num_seqs is None else max_num_seqs)
         self.plan, self.deadline = plan, deadline
+        self._draft_host = host(plan.placement.draft)
+        if listen is not None and self._draft_host is None:
+            raise ValueError(f"listen={listen!r}: the plan has no draft on another host that could come there; leave it out")
         check_here(plan.hardware)
         self.pair = inspect(plan.models)
         self._check_configuration(plan, self.pair)
         self.peer: DraftPeer | None = None
-        self._restart = restart
+        self._restart, self._listen = restart, listen
         self._numbers = itertools.count()
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._setup: Setup | None = None
         self._worker = Worker(_count("max_waiting", max_waiting))
-        self._close = weakref.finalize(self, _shut, self._worker, None)
+        self._meeting: Meeting | None = None
+        self._close = weakref.finalize(self, _shut, self._worker, None, None)
         try:
             self._start(plan)
         except BaseException:
@@ -88,10 +114,17 @@ class Engine:
 
     @classmethod
     def from_plan(
-        cls, plan: Plan, *, deadline: float = 30.0, max_num_seqs: int | None = None, max_waiting: int = MAX_WAITING, restart: bool = True
+        cls,
+        plan: Plan,
+        *,
+        deadline: float = 30.0,
+        max_num_seqs: int | None = None,
+        max_waiting: int = MAX_WAITING,
+        restart: bool = True,
+        listen: str | None = None,
     ) -> Self:
         """Start the engine that `plan` describes: one process a model, both loaded. ValueError before loading where it cannot run."""
-        return cls(plan, deadline=deadline, max_num_seqs=max_num_seqs, max_waiting=max_waiting, restart=restart)
+        return cls(plan, deadline=deadline, max_num_seqs=max_num_seqs, max_waiting=max_waiting, restart=restart, listen=listen)
 
     def _check_configuration(self, plan: Plan, pair: Pair) -> None:
         check_lookahead(pair, plan.num_speculative_tokens)
@@ -100,22 +133,37 @@ class Engine:
         draft_slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(plan), rows)
         check_memory(pair, plan.models, plan.hardware, plan.placement, (target_slots, draft_slots))
         check_present("placement.target", plan.placement.target)
-        if plan.mode != "ar":
+        if plan.mode != "ar" and host(plan.placement.draft) is None:
             check_present("placement.draft", plan.placement.draft)
 
     def _start(self, plan: Plan) -> None:
         if plan.mode != "ar":
             boot = self._boot(plan)
-            respawn = (lambda: spawn(boot)) if self._restart else None
-            self.peer = DraftPeer(*spawn(boot), self.deadline, self.pair.target.vocab_size, respawn)
+            first, again = self._starters(boot)
+            try:
+                started = first()
+            except LinkError as error:
+                raise RuntimeError(f"the draft did not start: {error}") from error
+            self.peer = DraftPeer(*started, self.deadline, self.pair.target.vocab_size, again if self._restart else None)
             self._close.detach()
-            self._close = weakref.finalize(self, _shut, self._worker, self.peer)
+            self._close = weakref.finalize(self, _shut, self._worker, self.peer, self._meeting)
         device = torch_device(plan.placement.target)
         with pinned(plan.placement.target):
             self.loaded = load(self.pair.target, device, compute_dtype(plan.models, device))
         if self.peer is not None:
             self._await_ready(self.peer)
         self._worker.call(lambda: self._configure(plan))
+
+    def _starters(self, boot: Boot) -> tuple[Callable[[], Spawned], Callable[[], Spawned]]:
+        """Return how the draft is had at first, and again after it was lost."""
+        name = self._draft_host
+        if name is None:
+            return lambda: spawn(boot), lambda: spawn(boot)
+        from ssd.engine.hosts import Meeting, await_draft
+
+        self._meeting = meeting = Meeting(self._listen)
+        logger.warning("waiting for the draft of %s to come to %s", name, meeting.address)
+        return lambda: await_draft(meeting, name, boot, COMING_DEADLINE), lambda: await_draft(meeting, name, boot, inf)
 
     def _boot(self, plan: Plan) -> Boot:
         device = torch_device(plan.placement.draft)
@@ -147,7 +195,7 @@ class Engine:
             )
         for name in ("target", "draft"):
             old, new = getattr(self.plan.placement, name), getattr(plan.placement, name)
-            if old and new and torch_device(old) != torch_device(new):
+            if old and new and (torch_device(old), host(old)) != (torch_device(new), host(new)):
                 raise ValueError(f"placement.{name}={new}: a loaded model moves between CPU cores only; start another engine")
         self._check_configuration(plan, self.pair)
         self._worker.call(lambda: self._configure(plan))
@@ -243,7 +291,11 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """Return the sums over all requests gone by; seconds in all are wall clock with something to decode, others summed by request."""
-        return self._worker.metrics()
+        found = self._worker.metrics()
+        if self.peer is None:
+            return found
+        traffic = self.peer.traffic
+        return replace(found, link_messages=traffic.messages, link_bytes=traffic.size, link_seconds=self.peer.link_seconds)
 
     def timeline(self) -> Timeline:
         """Return what both devices were busy with since the last call, and the rounds of the requests that ended meanwhile."""
@@ -254,7 +306,7 @@ class Engine:
         self._spans.clear()
         self._worker.rounds.clear()
         if self.peer is not None and (answer := self.peer.ask(TakeSpans(), Spans)) is not None:
-            spans += answer.spans
+            spans += answer.spans if self._draft_host is None else on_our_clock(answer.spans, self.peer.clock_ahead)
         return Timeline(sorted(spans, key=lambda span: span.start), rounds)
 
     def health(self) -> Health:
@@ -334,11 +386,25 @@ class Engine:
         raise ValueError(f"prompt {place} is {prompt!r:.60}: give text (valid Unicode) or a sequence of token ids")
 
 
-def _shut(worker: Worker, peer: DraftPeer | None) -> None:
-    """End the worker's thread and the draft's process."""
+def _shut(worker: Worker, peer: DraftPeer | None, meeting: Meeting | None) -> None:
+    """End the worker's thread and the draft's process, and wait for no other."""
+    if meeting is not None:
+        meeting.close()
     worker.close(lambda: peer.process.kill() if peer is not None else None)
     if peer is not None:
         peer.close(Shutdown())
+
+
+def _serve_rank(plan: Plan) -> Never:
+    """Be what a further process of torchrun is for: the draft of its host, until the engine leaves."""
+    from ssd.engine.draft_host import serve_engines
+
+    address, name = under_torchrun(), this_host()
+    assert address is not None, "ranks are torchrun's"
+    if host(plan.placement.draft) != name:
+        raise ValueError(f"placement.draft={plan.placement.draft}: there is nothing to do for torchrun's process {rank()} on {name}")
+    serve_engines(address, name, once=True)
+    raise SystemExit(0)
 
 
 def setup_for(plan: Configuration) -> Setup:

@@ -1,22 +1,18 @@
-"""Small messages with a deadline between the target's process and the draft's.
+"""Small messages with a deadline between the target's process and the draft's, on one machine or two.
 
 A closed or silent peer, or a message that is not one of ours, raises LinkError: the caller decides what to do without the peer.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import select
-import socket
-import struct
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from time import monotonic
 from typing import TypeVar
 
 from sim.timeline import Span
+from ssd.engine.encoding import Encoding
 from ssd.engine.packed import Laws
+from ssd.engine.transport import LinkError as LinkError
+from ssd.engine.transport import Transport
 from ssd.specs import Placement, SamplingParams
 
 T = TypeVar("T")
@@ -26,10 +22,6 @@ AWAKE_SECONDS = 1e-3
 
 # A kind of confidence with its trials and successes in each bin (theory.calibration).
 Counts = tuple[str, tuple[float, ...], tuple[float, ...]]
-
-
-class LinkError(Exception):
-    """The peer is gone, silent past the deadline, or talks nonsense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +161,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Either way: return it at once."""
+    """Target to draft: return it at once, with the draft's clock (seconds from some time of its own)."""
+
+    clock: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,23 +183,37 @@ class Shutdown:
     """Target to draft: leave."""
 
 
+MESSAGES = Encoding(
+    *(Boot, Ready, Failed, Setup, Start, Outcomes, Drafts, Stop, Shutdown),
+    *(Rehearse, Rehearsed, Score, Scored, Ping, TakeSpans, Spans),
+)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Messages and their size, bytes, both ways together."""
+
+    messages: int = 0
+    size: int = 0
+
+    def count(self, data: bytes) -> None:
+        """Add a message."""
+        self.messages += 1
+        self.size += len(data)
+
+
 class Link:
     """One end of the connection."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._next: object | None = None
-        # Asked between any two layers of a forward: one call to the system, where `Connection.poll` makes five.
-        self._poll = select.poll()
-        self._poll.register(connection.fileno(), select.POLLIN)
         self._awake = 0.0
+        self.traffic = Traffic()
 
     def give_up_after(self, seconds: float) -> None:
         """Let a peer that stops reading, or stops in the middle of a message, be a LinkError after `seconds`."""
-        limit = struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._transport.give_up_after(seconds)
 
     def stay_awake(self, placement: Placement) -> None:
         """Wait with open eyes at first where target and draft have no device in common: waking up takes longer than a message."""
@@ -213,14 +221,13 @@ class Link:
 
     def send(self, message: object) -> None:
         """Send `message`; LinkError if the peer is gone."""
-        try:
-            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        except (OSError, ValueError) as error:
-            raise LinkError(f"the peer is gone ({error})") from error
+        data = MESSAGES.encode(message)
+        self._transport.send(data)
+        self.traffic.count(data)
 
     def peek(self) -> object | None:
         """Return the message that `receive` would, if it is already here; asking costs microseconds."""
-        if self._next is None and self._ready(0):
+        if self._next is None and self._transport.ready():
             self._next = self.receive()
         return self._next
 
@@ -229,30 +236,15 @@ class Link:
         if self._next is not None:
             message, self._next = self._next, None
             return message
+        if self._awake:
+            self._transport.watch(self._awake if deadline is None else min(deadline, self._awake))
+        data = self._transport.receive(deadline)
+        self.traffic.count(data)
         try:
-            if self._awake:
-                self._watch(self._awake if deadline is None else min(deadline, self._awake))
-            if deadline is not None and not self._ready(deadline):
-                raise LinkError(f"no message within {deadline:g} s")
-            message = self._connection.recv_bytes()
-        except LinkError:
-            raise
+            return MESSAGES.decode(data)
         except Exception as error:
-            raise LinkError(f"the peer is gone ({type(error).__name__})") from error
-        try:
-            return pickle.loads(message)
-        except Exception as error:
-            # Whatever bytes make of pickle, it is the peer's fault.
+            # Whatever the bytes are, it is the peer's fault.
             raise LinkError(f"a malformed message ({type(error).__name__}: {error})") from error
-
-    def _ready(self, seconds: float) -> bool:
-        """Whether something comes within so many seconds; a peer that is gone counts."""
-        return bool(self._poll.poll(1000 * seconds))
-
-    def _watch(self, seconds: float) -> None:
-        end = monotonic() + seconds
-        while not self._poll.poll(0) and monotonic() < end:
-            pass
 
     def expect(self, *kinds: type[T], deadline: float | None = None) -> T:
         """Return the next message, which must be of one of `kinds`; LinkError otherwise, with the reason where the peer gave one."""
@@ -264,5 +256,5 @@ class Link:
         raise LinkError(f"{type(message).__name__} came where {' or '.join(kind.__name__ for kind in kinds)} was due")
 
     def close(self) -> None:
-        """Close this end; the peer sees the end of the stream."""
-        self._connection.close()
+        """Close this end; the peer finds out."""
+        self._transport.close()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ssd.engine.encoding import Array
+
 # How far from 1 rounding may bring the sum of a law.
 LEEWAY = 1e-2
 
@@ -20,9 +22,9 @@ class Laws:
     """
 
     width: int
-    values: np.ndarray
-    ids: np.ndarray | None = None
-    counts: np.ndarray | None = None
+    values: Array
+    ids: Array | None = None
+    counts: Array | None = None
 
     @classmethod
     def of(cls, log_q: Sequence[torch.Tensor]) -> Laws | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
@@ -12,9 +11,9 @@ from dataclasses import replace
 from time import monotonic
 from typing import TypeVar
 
-from ssd.devices import available_cores
-from ssd.engine.draft_process import end
-from ssd.engine.link import Draft, Drafts, Link, LinkError, Outcomes, Ready, Setup
+from ssd.devices import available_cores, pin_to
+from ssd.engine.draft_process import Process, end
+from ssd.engine.link import Draft, Drafts, Link, LinkError, Outcomes, Ping, Ready, Setup, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -24,19 +23,23 @@ LOAD_DEADLINE = 900.0
 FIRST_BACK_OFF, LONGEST_BACK_OFF = 0.5, 60.0
 # A draft that has served this long has earned a quick restart again.
 STEADY_SECONDS = 60.0
+# Messages there and back to measure the link by.
+PINGS = 5
 
-Spawned = tuple["subprocess.Popen[bytes]", Link]
+Spawned = tuple[Process, Link]
 
 
 class DraftPeer:
     """While it is lost it drafts nothing, and no request fails for it. `known` are the requests that it has been told of.
 
-    respawn: starts another process, which loads and then says Ready; without it, a draft that is lost stays lost.
+    respawn: starts another process, which loads and then says Ready, or waits for that of another host; without it, a draft that is lost
+    stays lost. link_seconds: one way, as measured when the draft was set up, when its clock was `clock_ahead` seconds ahead of ours.
+    traffic: of all links since, but for what sets them up.
     """
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: Process,
         link: Link,
         deadline: float,
         vocab_size: int,
@@ -45,6 +48,9 @@ class DraftPeer:
         self.process, self.link, self.deadline, self.vocab_size = process, link, deadline, vocab_size
         self.lost: str | None = None
         self.restarts = 0
+        self.link_seconds: float | None = None
+        self.clock_ahead = 0.0
+        self.traffic = Traffic()
         self.known: set[str] = set()
         self._setup: Setup | None = None
         self._awaited: tuple[int, tuple[str, ...]] | None = None
@@ -69,7 +75,24 @@ class DraftPeer:
 
     def _set_up(self, setup: Setup) -> bool:
         self.link.stay_awake(setup.placement)
-        return self.ask(setup, Ready) is not None
+        ready = self.ask(setup, Ready) is not None and self._measure_link()
+        # Counted is what rounds cost.
+        self.link.traffic = self.traffic
+        return ready
+
+    def _measure_link(self) -> bool:
+        """Time a few messages there and back: half the shortest way is the link's latency, and the draft's clock is read half-way."""
+        found = []
+        for _ in range(PINGS):
+            begin = monotonic()
+            answer = self.ask(Ping(), Ping)
+            if answer is None:
+                return False
+            end = monotonic()
+            found.append((end - begin, answer.clock - (begin + end) / 2))
+        shortest, self.clock_ahead = min(found)
+        self.link_seconds = shortest / 2
+        return True
 
     def tell(self, message: object) -> None:
         """Send `message`, or note that the draft is lost."""
@@ -153,15 +176,17 @@ class DraftPeer:
 
     def _restart(self, wait: float) -> None:
         """Start processes, each after a longer wait, until one is ready; it is then kept until `take_back`."""
-        if hasattr(os, "sched_setaffinity"):
-            # This thread was begun by one that is pinned to the target's cores, where a process that loads would be in the way.
-            os.sched_setaffinity(0, self._cores)
+        # This thread was begun by one that is pinned to the target's cores, where a process that loads would be in the way.
+        pin_to(self._cores)
         while self._respawn is not None and not self._closed.wait(wait):
             try:
+                # Another host may take its time to come, and nobody is to wait for it.
+                started = self._respawn()
                 with self._lock:
                     if self._closed.is_set():
+                        end(*started)
                         return
-                    self._loading = self._respawn()
+                    self._loading = started
                 self._loading[1].expect(Ready, deadline=LOAD_DEADLINE)
             except Exception as error:
                 if self._loading is not None:

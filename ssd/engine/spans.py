@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic
 
 from sim.timeline import Span
@@ -21,3 +22,8 @@ def recorded(spans: deque[Span], device: str, activity: str, round_index: int, r
         yield
     finally:
         spans.append(Span(device, activity, begin, monotonic(), round_index, request))
+
+
+def on_our_clock(spans: Iterable[Span], ahead: float) -> list[Span]:
+    """Return the spans of a host whose clock is so many seconds ahead of ours by our own."""
+    return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in spans]

@@ -22,6 +22,7 @@ from ssd.engine.peer import DraftPeer
 from ssd.engine.scheduler import Request, Scheduler
 from ssd.engine.target import Target, slots_needed
 from ssd.engine.text import Text
+from ssd.engine.transport import LocalTransport
 from ssd.models import LoadedModel
 from ssd.specs import Placement, SamplingParams
 from tests.tiny import EXTRA, GROUPED, tokenizer, vary
@@ -125,6 +126,12 @@ class Pair:
         return requests
 
 
+def joined(near: type[Link] = Link, far: type[Link] = Link) -> tuple[Link, Link]:
+    """Both ends of a link."""
+    ours, theirs = Pipe()
+    return near(LocalTransport(ours)), far(LocalTransport(theirs))
+
+
 class Counted(Link):
     """Counts what it sends."""
 
@@ -142,7 +149,7 @@ class Watched(Link):
 
     def receive(self, deadline=None):
         fresh = self._next is None
-        self.idle = fresh and not self._connection.poll(0)
+        self.idle = fresh and not self._transport.ready()
         message = super().receive(deadline)
         # One that was peeked at has been counted.
         self.received, self.idle = self.received + fresh, False
@@ -152,8 +159,7 @@ class Watched(Link):
 @contextmanager
 def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, deadline: float = 20.0, rows: int = 1):
     """Run a drafter in a thread and yield the Pair that talks to it."""
-    ours, theirs = Pipe()
-    link, far = Counted(ours), Watched(theirs)
+    link, far = joined(Counted, Watched)
     drafter = Drafter(loaded(draft), far, rows, max_model_len, target.config.vocab_size)
 
     def serve() -> None:

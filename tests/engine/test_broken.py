@@ -21,11 +21,12 @@ from transformers import AutoConfig
 import ssd
 from ssd.engine.forward import SlotModel
 from ssd.engine.kv import Slots
-from ssd.engine.link import Draft, Drafts, Link, LinkError, Outcome, Outcomes, Ready
-from ssd.engine.peer import DraftPeer
+from ssd.engine.link import Draft, Drafts, Failed, Link, LinkError, Outcome, Outcomes, Ping, Ready
+from ssd.engine.peer import PINGS, DraftPeer
 from ssd.engine.queries import Queries
+from ssd.engine.transport import LocalTransport
 from ssd.specs import Models, Placement, SamplingParams
-from tests.engine.inprocess import differs, loaded, noisy, pair, recorded, reference, setup, tiny_model
+from tests.engine.inprocess import differs, joined, loaded, noisy, pair, recorded, reference, setup, tiny_model
 from tests.plans import CORES, hand_typed, two_cores
 from tests.tiny import EXTRA, tokenizer
 
@@ -174,19 +175,18 @@ def test_what_free_slots_hold_does_not_matter(architecture, monkeypatch):
 
 
 def test_a_peer_that_stops_reading_is_given_up():
-    ours, silent = Pipe()
-    link = Link(ours)
+    link, silent = joined()
     link.give_up_after(0.2)
     begin = time.monotonic()
     with pytest.raises(LinkError):
-        link.send(b"x" * (1 << 24))
+        link.send(Failed("x" * (1 << 24)))
     assert time.monotonic() - begin < 5
     silent.close()
 
 
 def test_a_peer_that_stops_within_a_message_is_given_up():
     ours, theirs = Pipe()
-    link = Link(ours)
+    link = Link(LocalTransport(ours))
     link.give_up_after(0.2)
     os.write(theirs.fileno(), (1000).to_bytes(4, "big") + b"half")
     with pytest.raises(LinkError):
@@ -282,11 +282,12 @@ def test_after_a_hit_the_list_for_hits_is_used_and_after_a_miss_the_other():
 
 def test_drafts_left_by_a_cancelled_request_are_passed_over():
     """Whether they come before the answer to another setup or in their turn: nobody else gets them, and the draft is not lost."""
-    ours, theirs = Pipe()
-    peer, far = DraftPeer(None, Link(ours), 5.0, 10), Link(theirs)
+    near, far = joined()
+    peer = DraftPeer(None, near, 5.0, 10)
     peer._setup = setup(1)
     peer.report(Outcomes(1, (Outcome("old", 0, 7),)))
-    for message in (Drafts(1, (Draft("old", (7,)),)), Ready(), Drafts(2, (Draft("new", (8,)),)), Drafts(3, (Draft("new", (9,)),))):
+    answers = Ready(), *[Ping()] * PINGS
+    for message in (Drafts(1, (Draft("old", (7,)),)), *answers, Drafts(2, (Draft("new", (8,)),)), Drafts(3, (Draft("new", (9,)),))):
         far.send(message)
     assert peer.configure(setup(1))
     assert peer.drafts() == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.engine.link import Draft, Drafts, Link, Outcome, Outcomes
+from ssd.engine.link import Draft, Drafts, Outcome, Outcomes
 from ssd.engine.packed import Laws
 from ssd.engine.peer import DraftPeer
-from tests.engine.inprocess import noisy, pair, setup, tiny_model
+from tests.engine.inprocess import joined, noisy, pair, setup, tiny_model
 
 WIDTH = 8
 
@@ -61,11 +60,12 @@ MALFORMED = {
 
 def peer_that_sends(*drafts: Draft, after: int = 1) -> DraftPeer:
     """A peer with drafts of two tokens due for request r after round 1."""
-    ours, theirs = Pipe()
-    peer = DraftPeer(SimpleNamespace(kill=lambda: None, wait=lambda: None), Link(ours), 5.0, 10)
+    near, _ = joined()
+    peer = DraftPeer(SimpleNamespace(kill=lambda: None, wait=lambda: None), near, 5.0, 10)
     peer._setup = setup(2)
     peer.report(Outcomes(1, (Outcome("r", 0, 0),)))
-    Link(theirs).send(Drafts(after, drafts))
+    # As if it had been looked at already: not all of it could come over the link, and the peer's check is to see it.
+    near._next = Drafts(after, drafts)
     return peer
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import ssd
 from ssd.engine.link import Link, LinkError, Setup
+from ssd.engine.transport import LocalTransport
 from ssd.engine.worker import Job, Worker
 from ssd.specs import SamplingParams
 from tests import handmade
@@ -333,13 +334,13 @@ def test_an_error_in_what_is_done_between_rounds_reaches_every_caller(tiny_pair)
 
 
 @pytest.mark.parametrize(
-    "junk", [b"\x80\x05\x95\xff\xff\xff\xff\xff\xff\xff\xff.", b"", b"garbage", b"\x80\x05\x8e\xff\xff\xff\xff\xff\xff\xff\x7f"]
+    "junk", [b"", b"garbage", b"\x06", b"\xff\x00\x00\x00\x00", b"\x06\x02\x00\x00\x00{}", b"\x80\x05\x95\xff\xff\xff\xff\xff\xff\xff\xff."]
 )
 def test_bytes_that_are_no_message_lose_the_draft_only(junk):
     ours, theirs = Pipe()
     theirs.send_bytes(junk)
     with pytest.raises(LinkError):
-        Link(ours).receive(1.0)
+        Link(LocalTransport(ours)).receive(1.0)
 
 
 def test_a_draft_that_cannot_be_started_again_is_tried_again(tiny_pair):
