@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 
 import ssd
+from ssd.bench.measure import run_once
 from ssd.placements import placements
 from ssd.planner import plan as planned
 from ssd.prompts import prompts
@@ -93,9 +94,6 @@ class Race:
 
     def speed(self, configuration: Configuration, number: int) -> float:
         """Tokens a second of a batch, the first token of each request apart."""
-        self.engine.configure(configuration)
-        # Waits until the draft is at rest.
-        self.engine.timeline()
         params = [
             SamplingParams(
                 max_tokens=self.output_tokens,
@@ -106,11 +104,8 @@ class Race:
             )
             for row in range(self.case.batch_size)
         ]
-        outputs = self.engine.generate(list(self.batches[number % len(self.batches)]), params)
-        health = self.engine.health()
-        if health.draft == "lost":
-            raise RuntimeError(f"the draft was lost: {health.reason}")
-        return sum(1 / (output.metrics.time_per_output_token or float("inf")) for output in outputs)
+        run = run_once(self.engine, configuration, self.batches[number % len(self.batches)], params)
+        return sum(1 / (output.metrics.time_per_output_token or float("inf")) for output in run.outputs)
 
     def round(self, configurations: Sequence[Configuration], number: int) -> dict[Configuration, float]:
         """The speed of each on one batch, in an order that turns."""
@@ -139,7 +134,7 @@ def measure(
     profile = ssd.Profile.model_validate(known["profile"]) if "profile" in known else ssd.profile(hardware, models, load)
     known["profile"] = profile.model_dump(mode="json")
     plan = planned(hardware, models, load, profile=profile)
-    chosen = _bare(plan)
+    chosen = plan.unpredicted()
     rivals = [each for each in grid(asked, hardware) if each != chosen]
     with ssd.Engine.from_plan(_widest(plan, rivals), max_num_seqs=case.batch_size) as engine:
         # Its profile begins with the same prompts: these are others as far as there are so many.
@@ -160,12 +155,6 @@ def measure(
         "configurations": 1 + len(rivals),
         "finalists": {describe(each): ratio for each, ratio in ratios.items()},
     }
-
-
-def _bare(plan: Plan) -> Configuration:
-    """The configuration alone, so that it can be told from those of the grid."""
-    fields = {name: getattr(plan, name) for name in Configuration.model_fields}
-    return Configuration(**{**fields, "predicted": None})
 
 
 def _widest(plan: Plan, rivals: Sequence[Configuration]) -> Plan:

@@ -120,9 +120,7 @@ def main() -> None:
     fan_out = tuple(int(part) for part in asked.fan_out.split(","))
     found = ways(asked.k, fan_out, asked.backup, Placement(target=ids[:1], draft=ids[-1:]))
     models = Models(target=asked.target, draft=asked.draft) if asked.target else Models()
-    first = found["rejection, shared noise"]
-    plan = Plan(**{name: getattr(first, name) for name in Configuration.model_fields}, hardware=hardware, models=models)
-    with Engine.from_plan(plan) as engine:
+    with Engine.from_plan(Plan.of(found["rejection, shared noise"], hardware=hardware, models=models)) as engine:
         for kind, T in product(asked.prompt_sets.split(","), map(float, asked.temperatures.split(","))):
             runs, sizes = measure(engine, found, prompts(kind, asked.num_prompts), T, asked.output_tokens)
             print(f"\n{kind}, T = {T}\n")

@@ -297,8 +297,9 @@ def validate(
 
     Profiles once, then predicts and measures fourteen configurations that the profile did not see.
     """
-    from ssd.options import hardware_for, models_for, workload_for
+    from ssd.options import hardware_for, models_for, one_draft, workload_for
 
+    one_draft(asked)
     hardware, models, load = hardware_for(asked), models_for(asked), workload_for(asked)
     from ssd.validation import cases
     from ssd.validation import validate as compare

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -94,14 +93,16 @@ class Axes:
 
     def points(self) -> list[dict[str, int]]:
         """Return the options of every point but for temperatures, those that were given."""
+        # Here, for it takes scipy a second to come, and only a benchmark asks.
+        from sim.sweep import grid
+
         axes = {
             "batch_size": self.batch_sizes,
             "prompt_tokens": self.prompt_tokens,
             "num_speculative_tokens": self.num_speculative_tokens,
             "budget": self.budgets,
         }
-        given = {name: values for name, values in axes.items() if values}
-        return [dict(zip(given, point, strict=True)) for point in product(*given.values())]
+        return grid({name: values for name, values in axes.items() if values})
 
 
 def _listed(name: str, text: str | None, kind: type[N]) -> tuple[N, ...]:
@@ -149,7 +150,7 @@ def _for_load(plan: Plan, load: Mapping[str, int]) -> Plan:
     workload = Workload.model_validate({**plan.workload.model_dump(), **load})
     if workload == plan.workload:
         return plan
-    others = tuple(one.model_copy(update={"predicted": None}) for one in plan.alternatives)
+    others = tuple(one.unpredicted() for one in plan.alternatives)
     return plan.model_copy(update={"workload": workload, "predicted": None, "alternatives": others})
 
 
@@ -217,8 +218,7 @@ def _typed(asked: Asked, hardware: Hardware, models: Models, workload: Workload)
     configuration = Configuration.model_validate(
         {"mode": mode, "num_speculative_tokens": K, "placement": place, **lists, **_without_none(given)}
     )
-    named = {name: getattr(configuration, name) for name in Configuration.model_fields}
-    return Plan(**named, hardware=hardware, models=models, workload=workload)
+    return Plan.of(configuration, hardware=hardware, models=models, workload=workload)
 
 
 def _placement(mode: str, hardware: Hardware) -> Placement:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from sim.latency import Latency
-from ssd.specs import ForwardLatency, Mode, Placement, Profile
+from ssd.specs import ForwardLatency, Mode, Placement, Profile, RoundCost, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +41,45 @@ class Pace:
         return self.step(rows) + K * self.step(rows * budget)
 
 
-def pace(profile: Profile, placement: Placement, mode: Mode) -> Pace | None:
-    """Return the pace of `mode` at `placement`, none where the profile lacks a table for it; AR gets a draft step of no time."""
+def pace(profile: Profile, placement: Placement, mode: Mode, verification: Verification = "rejection") -> Pace | None:
+    """Return the pace of `mode` at `placement`, none where the profile lacks a table for it; AR gets a draft step of no time.
+
+    Forwards take what the tables say and what rounds were seen to take beyond them.
+    """
     together = mode == "ssd"
     verify = profile.forward("target", placement.target, contended=together)
     alone, beside = (profile.forward("draft", placement.draft, contended=contended) for contended in (False, together))
     if verify is None or (mode != "ar" and (alone is None or beside is None)):
         return None
+    cost = profile.round_cost(mode, placement, verification)
     step = waited = Latency.constant(0.0)
     if alone is not None and beside is not None:
-        step, waited = _step(alone, beside), Latency(alone.tokens, alone.seconds)
+        waited = _raised(alone, cost.step if cost else 0.0)
+        step = _step(waited, _raised(beside, cost.build_step if cost else 0.0))
     return Pace(
         placement=placement,
-        verify=Latency(verify.tokens, verify.seconds),
+        verify=_verify(verify, cost),
         step=step,
         alone=waited,
-        link_seconds=0.0 if mode == "ar" else profile.link_seconds,
+        link_seconds=0.0 if mode == "ar" else profile.link_seconds if cost is None else cost.answer / 2,
         # Computed forwards were calibrated on AR, with all that its rounds take.
         overhead_seconds=0.0 if mode == "ar" and verify.source == "roofline" else profile.overhead_seconds,
         prefill_seconds_per_token=profile.prefill_seconds_per_token,
     )
 
 
-def _step(alone: ForwardLatency, beside: ForwardLatency) -> Latency:
-    single = Latency(alone.tokens, alone.seconds)(1)
-    return Latency.of({1: single, **{n: s for n, s in zip(beside.tokens, beside.seconds, strict=True) if n > 1}})
+def _verify(table: ForwardLatency, cost: RoundCost | None) -> Latency:
+    forward = Latency(table.tokens, table.seconds)
+    if cost is None:
+        return forward
+    sizes = sorted({*table.tokens, *cost.tokens})
+    return Latency.of({size: max(0.0, forward(size) + float(np.interp(size, cost.tokens, cost.verify))) for size in sizes})
+
+
+def _raised(table: ForwardLatency, by: float) -> Latency:
+    return Latency(table.tokens, tuple(max(0.0, seconds + by) for seconds in table.seconds))
+
+
+def _step(alone: Latency, beside: Latency) -> Latency:
+    more = {size: seconds for size, seconds in zip(beside.sizes, beside.seconds, strict=True) if size > 1}
+    return Latency.of({1: alone(1), **more})

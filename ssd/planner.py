@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import get_args
+from typing import Any, get_args
 
 from ssd.lookup import recorded
 from ssd.outcomes import OutcomeModel, outcome_model
@@ -283,14 +283,15 @@ class _Task:
         doubt = Doubt(self.profile, self.search)
         chosen = predicted(best, played, doubt, best.critical_batch_size(self.search))
         rest = tuple(predicted(p, played, doubt) for p in self._rest(best, played))
-        fields = {name: getattr(chosen, name) for name in Configuration.model_fields}
+        fields: dict[str, Any] = {}
         if chosen.mode != "ar":
             fields["verification"] = self.verification
         if chosen.mode == "ssd" and self._is_calibrated and best.pace.verify(1) >= WORTH_WEIGHING:
             # In every table of docs/policies.md the adaptive choice hits no less than lists of as many outcomes, by which it is predicted.
             fields |= {"fan_out_hit": (), "fan_out_miss": (), "budget": sum(chosen.fan_out_hit)}
             rest = (chosen, *rest)
-        return Plan(
+        return Plan.of(
+            chosen,
             **fields,
             hardware=self.hardware,
             models=self.models,

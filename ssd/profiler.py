@@ -7,23 +7,40 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from functools import partial as bound
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Literal, TypeVar
 
 from sim.outcomes import rounds_of
 from ssd.devices import pinned
-from ssd.engine.engine import Engine
+from ssd.engine.engine import Engine, Prompt
 from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
 from ssd.engine.ngram import Lookup
 from ssd.engine.rehearsal import rehearse
 from ssd.lookup import accepted_lengths
 from ssd.models import compute_dtype, keeps_int8, load
+from ssd.pace import pace
 from ssd.placements import placements
 from ssd.progress import Progress
 from ssd.prompts import prompts as prompt_texts
+from ssd.round_costs import Watched, round_cost, usual, watched_configurations
 from ssd.scoring import replay
-from ssd.specs import Calibrated, Configuration, ForwardLatency, Hardware, Models, Placement, Plan, Profile, SamplingParams, Workload
+from ssd.specs import (
+    Calibrated,
+    Configuration,
+    ForwardLatency,
+    Hardware,
+    Mode,
+    Models,
+    Placement,
+    Plan,
+    Profile,
+    RoundCost,
+    SamplingParams,
+    Verification,
+    Workload,
+)
 from ssd.stages import Stages
 from theory.calibration import Calibration
 
@@ -39,6 +56,11 @@ TEXT_LOOKAHEAD = 3
 REPLAYS = 4
 # Tokens that prompt lookup is asked for.
 LOOKUP_TOKENS = 8
+# Cores that share something with others change their speed several times a second: a table, and the rounds of a configuration, are
+# measured over at least so many seconds.
+LEAST_SECONDS = 2.0
+# Of each configuration whose rounds are watched, at the least and at the most.
+WATCHED_BATCHES, MOST_BATCHES, WATCHED_TOKENS = 2, 40, 33
 # The draft's work beside which the target's contended forwards are timed, and the other way round.
 BUSY_BRANCHES = 4
 BUSY_TOKENS = 4
@@ -54,16 +76,18 @@ def profile(
     models: Models,
     workload: Workload | None = None,
     *,
-    prompts: Sequence[str] | None = None,
+    prompts: Sequence[Prompt] | None = None,
     progress: Progress | None = None,
     partial: Path | None = None,
+    ignore_eos: bool = False,
 ) -> Profile:
     """Measure `models` on `hardware`, which must be this machine, in a minute or two for models of a billion weights.
 
-    For batches the forwards have the tokens of all their rows, packed into one: what reading the contexts of further rows takes is not in.
-    prompts: texts to measure acceptance on, else a few of the workload's prompt set. progress is called with what is being measured and
-    the share done, 0..1. partial: a file for finished stages, so that the same call goes on after a break; it is gone when all is done.
-    ValueError where the hardware is another machine.
+    Forwards first, those of batches with the tokens of all their rows packed into one; then, of each mode at each placement, what some
+    rounds of the engine take beyond their forwards. prompts: texts, or their token ids, to measure acceptance on, else a few of the
+    workload's prompt set. progress is called with what is being measured and the share done, 0..1. partial: a file for finished stages,
+    so that the same call goes on after a break; it is gone when all is done. ignore_eos: read texts past the model's end tokens, for loads
+    that do. ValueError where the hardware is another machine.
     """
     workload = workload or Workload()
     if not hardware.is_local:
@@ -71,9 +95,16 @@ def profile(
     places = placements(hardware)
     if models.draft is None:
         places = tuple(Placement(target=place.target) for place in places if place.overlaps or len(hardware.devices) == 1)
-    stages = Stages(partial, [hardware.name, *(each.model_dump(mode="json") for each in (models, workload)), list(prompts or ())])
-    with Engine.from_plan(_first_plan(hardware, models, places)) as engine:
-        profiler = _Profiler(engine, workload, progress or (lambda *_: None), stages)
+    stages = Stages(
+        partial,
+        [
+            hardware.name,
+            *(each.model_dump(mode="json") for each in (models, workload)),
+            [each if isinstance(each, str) else list(each) for each in prompts or ()],
+        ],
+    )
+    with Engine.from_plan(_first_plan(hardware, models, places), max_num_seqs=workload.batch_size) as engine:
+        profiler = _Profiler(engine, workload, progress or (lambda *_: None), stages, ignore_eos)
         found = profiler.run(places, prompts)
     found = profiler.replayed(found) if workload.temperature > 0 and models.draft is not None else found
     stages.finish()
@@ -91,16 +122,18 @@ def _first_plan(hardware: Hardware, models: Models, places: Sequence[Placement])
 class _Profiler:
     """The measurements on one running engine."""
 
-    def __init__(self, engine: Engine, workload: Workload, progress: Progress, stages: Stages | None = None) -> None:
-        self.engine, self.workload, self.progress = engine, workload, progress
+    def __init__(
+        self, engine: Engine, workload: Workload, progress: Progress, stages: Stages | None = None, ignore_eos: bool = False
+    ) -> None:
+        self.engine, self.workload, self.progress, self.ignore_eos = engine, workload, progress, ignore_eos
         self.once = (stages or Stages(None, None)).once
         self.context = workload.prompt_tokens + workload.output_tokens // 2
         self.rows = workload.batch_size
 
-    def run(self, places: Sequence[Placement], prompts: Sequence[str] | None) -> Profile:
+    def run(self, places: Sequence[Placement], prompts: Sequence[Prompt] | None) -> Profile:
         """Measure everything and put it together."""
         models = self.engine.plan.models
-        texts = list(prompts or prompt_texts(self.workload.prompt_set, PROMPTS, self.engine.pair.tokenizer))
+        texts: list[Prompt] = list(prompts or prompt_texts(self.workload.prompt_set, PROMPTS, self.engine.pair.tokenizer))
         outputs, overhead, prefill = self.once("texts", Decoded, lambda: self._decode(texts))
         self.outputs = outputs
         greedy = self.workload.temperature == 0
@@ -109,7 +142,7 @@ class _Profiler:
         forwards = [table for place, share in _with_share(places) for table in self._at(place, share)]
         rounds = rounds_of(traces, TEXT_LOOKAHEAD) if traces else []
         accepted, tried = sum(k for k, _ in rounds), sum(min(k + 1, TEXT_LOOKAHEAD) for k, _ in rounds)
-        return Profile(
+        found = Profile(
             hardware=self.engine.plan.hardware.name,
             models=models,
             prompt_set=self.workload.prompt_set if prompts is None else "given",
@@ -125,6 +158,49 @@ class _Profiler:
             link_seconds=self._link(),
             overhead_seconds=overhead,
         )
+        costs = self.once("rounds", list[RoundCost], lambda: list(self._round_costs(found, places)))
+        return found.model_copy(update={"rounds": tuple(costs)})
+
+    def _round_costs(self, tables: Profile, places: Sequence[Placement]) -> Iterator[RoundCost]:
+        """What rounds take beyond the forwards in the tables: of every mode wherever it may run."""
+        drafts, found = tables.models.draft is not None, list[tuple[Mode, Placement, Verification]]()
+        for place in places:
+            if place.overlaps or not place.draft:
+                found.append(("ar", Placement(target=place.target), "rejection"))
+            for verification in self._verifications if drafts else ():
+                found.append(("sd" if place.overlaps else "ssd", place, verification))
+        for number, (mode, place, verification) in enumerate(found):
+            self.progress(f"rounds of {mode.upper()} on {', '.join(place.devices)}", 0.7 + 0.25 * number / len(found))
+            raw = pace(tables, place, mode)
+            watched = [self._watch(configuration) for configuration in watched_configurations(mode, place, verification)]
+            cost = round_cost(raw, watched) if raw is not None else None
+            if cost is not None:
+                yield cost
+
+    @property
+    def _verifications(self) -> tuple[Verification, ...]:
+        return ("rejection", "coupled") if self.workload.temperature > 0 else ("rejection",)
+
+    def _watch(self, configuration: Configuration) -> Watched:
+        """Decode a few batches, of prompts as long as the workload's, and see what that took."""
+        ids = [prompt[-self.workload.prompt_tokens :] for prompt, _ in self.outputs]
+        params = SamplingParams(
+            max_tokens=min(WATCHED_TOKENS, self.engine.pair.max_model_len - max(map(len, ids))),
+            temperature=self.workload.temperature,
+            ignore_eos=True,
+            verification=configuration.verification,
+        )
+        self.engine.configure(configuration)
+        begin = inf
+        for batch in range(1 + MOST_BATCHES):
+            if batch > WATCHED_BATCHES and monotonic() > begin + LEAST_SECONDS:
+                break
+            self.engine.generate([ids[(batch * self.rows + row) % len(ids)] for row in range(self.rows)], params)
+            if not batch:
+                # The first one only warms up.
+                self.engine.timeline()
+                begin = monotonic()
+        return Watched(configuration, self.engine.timeline(), self.rows)
 
     def replayed(self, found: Profile) -> Profile:
         """The profile with what would have been accepted and cached along the sampled texts; the draft is loaded into this process."""
@@ -152,13 +228,13 @@ class _Profiler:
             }
         )
 
-    def _decode(self, texts: Sequence[str]) -> Decoded:
+    def _decode(self, texts: Sequence[Prompt]) -> Decoded:
         """Decode the prompts; return (prompt, output) token ids, host seconds a round apart from the rest, prefill seconds a token."""
         outputs, overheads, prefills = [], [], []
         for place, text in enumerate(texts):
             self.progress("acceptance", 0.4 * place / len(texts))
             # A seed makes it the same text each time, and of the target's law as any other.
-            params = SamplingParams(max_tokens=TRACE_TOKENS, temperature=self.workload.temperature, seed=place)
+            params = SamplingParams(max_tokens=TRACE_TOKENS, temperature=self.workload.temperature, seed=place, ignore_eos=self.ignore_eos)
             output = self.engine.generate(text, params)[0]
             metrics = output.metrics
             outputs.append((output.prompt_token_ids, output.token_ids))
@@ -184,7 +260,7 @@ class _Profiler:
 
     def _forwards(self, place: Placement, share: float) -> Iterator[ForwardLatency]:
         """Time both models at `place`: alone where they take turns there, each beside the other where they do not."""
-        self.progress(f"forwards on {', '.join(place.devices)}", 0.4 + 0.6 * share)
+        self.progress(f"forwards on {', '.join(place.devices)}", 0.4 + 0.3 * share)
         alone = place.overlaps or not place.draft
         if place.draft:
             configuration = Configuration(mode="sd", num_speculative_tokens=1, placement=place)
@@ -205,13 +281,18 @@ class _Profiler:
     def _timed(self, sizes: Sequence[int], measure: Callable[[int, int], list[float]]) -> dict[int, list[float]]:
         """Seconds of forwards of rising sizes; the long ones of a batch are repeated less often, and left out past what a plan needs."""
         found: dict[int, list[float]] = {}
+        repeats: dict[int, int] = {}
         expected = 0.0
         for size in sizes:
             if self.rows > 1 and expected * size > POINT_SECONDS and size > 2 * self.rows:
                 break
-            repeats = REPEATS if self.rows == 1 or not expected else max(1, min(REPEATS, int(POINT_SECONDS / (expected * size))))
-            found[size] = measure(size, repeats)
+            fewer = self.rows > 1 and expected
+            repeats[size] = max(1, min(REPEATS, int(POINT_SECONDS / (expected * size)))) if fewer else REPEATS
+            found[size] = measure(size, repeats[size])
             expected = statistics.median(found[size]) / size
+        while sum(map(sum, found.values())) < LEAST_SECONDS:
+            for size in found:
+                found[size] += measure(size, repeats[size])
         return found
 
     def _target(self, place: Placement, tokens: int, repeats: int, alone: bool) -> list[float]:
@@ -269,13 +350,13 @@ def _once(tables: Sequence[ForwardLatency]) -> list[ForwardLatency]:
 
 
 def _table(model: Model, devices: tuple[str, ...], timed: dict[int, list[float]], contended: bool) -> ForwardLatency:
-    medians = tuple(statistics.median(values) for values in timed.values())
+    means = tuple(usual(values) for values in timed.values())
     return ForwardLatency(
         model=model,
         devices=devices,
         tokens=tuple(timed),
-        seconds=medians,
-        spread=tuple(_spread(values) / median for values, median in zip(timed.values(), medians, strict=True)),
+        seconds=means,
+        spread=tuple(_spread(values) / mean for values, mean in zip(timed.values(), means, strict=True)),
         contended=contended,
     )
 

@@ -10,7 +10,7 @@ import yaml
 
 from sim.files import read_document, scenario_of, with_values
 from sim.simulate import Result, simulate
-from sim.summary import Interval, replicate, summary
+from sim.summary import PERCENTILES, Interval, replicate, summary
 from sim.sweep import Rows, grid, save, table
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def told(found: Named) -> str:
         lines.append(f"mean acceptance length {_text(found, 'mean_acceptance_length', '.2f')}, {of_draft}")
     for name, title in LATENCIES.items():
         if found[f"{name}_p50"] is not None:
-            lines.append(f"{title}, ms: " + ", ".join(f"p{p} {_text(found, f'{name}_p{p}', '.4g', 1e3)}" for p in (50, 90, 99)))
+            lines.append(f"{title}, ms: " + ", ".join(f"p{p} {_text(found, f'{name}_p{p}', '.4g', 1e3)}" for p in PERCENTILES))
     devices = [name.removesuffix("_busy") for name in found if name.endswith("_busy")]
     lines.append("busy: " + ", ".join(f"{device} {_text(found, f'{device}_busy', '.1%')}" for device in devices))
     lines.append("the target's time: " + ", ".join(f"{title} {_text(found, f'share_{name}', '.1%')}" for name, title in WHERE.items()))

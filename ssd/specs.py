@@ -254,8 +254,8 @@ class ForwardLatency(Spec):
     model: Literal["target", "draft"] = Field(description="whose forward (no unit)")
     devices: tuple[str, ...] = Field(min_length=1, description="device ids it ran on (no unit)")
     tokens: tuple[int, ...] = Field(min_length=1, description="query tokens in the forward, rising (count)")
-    seconds: tuple[float, ...] = Field(min_length=1, description="median duration, seconds")
-    spread: tuple[float, ...] = Field((), description="interquartile range over median (ratio)")
+    seconds: tuple[float, ...] = Field(min_length=1, description="mean duration, seconds")
+    spread: tuple[float, ...] = Field((), description="interquartile range over mean (ratio)")
     contended: bool = Field(False, description="whether the other model was at work on its own device meanwhile (yes or no)")
     source: Source = Field("measured", description="where the numbers come from (no unit)")
 
@@ -272,6 +272,25 @@ class Calibrated(Spec):
     kind: str = Field(description="in a token sent, or in a bonus candidate after a rejection or after full acceptance (no unit)")
     trials: tuple[float, ...] = Field(description="outcomes in each bin of theory.calibration (counts)")
     successes: tuple[float, ...] = Field(description="those that came (counts)")
+
+
+class RoundCost(Spec):
+    """What rounds take beyond the forwards in the latency tables, as some did in the engine: sampling, host work, caches gone cold."""
+
+    mode: Mode = Field(description="whose rounds (no unit)")
+    placement: Placement = Field(description="where (no unit)")
+    verification: Verification = Field("rejection", description="how drafts were verified above temperature 0 (no unit)")
+    tokens: tuple[float, ...] = Field(min_length=1, description="mean tokens in a verification, rising (count)")
+    verify: tuple[float, ...] = Field(min_length=1, description="a verification, above a forward of so many, for each; seconds")
+    answer: float = Field(0.0, ge=0, description="from the leaving of the outcomes to the coming of drafts that lay ready, seconds")
+    step: float = Field(0.0, description="a draft token of every row while the target waits, above the draft's forward; seconds")
+    build_step: float = Field(0.0, description="a step of all branches beside a verification, above the draft's forward; seconds")
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if len(self.tokens) != len(self.verify) or list(self.tokens) != sorted(set(self.tokens)):
+            raise ValueError(f"tokens={self.tokens} must rise and match verify={self.verify} one to one")
+        return self
 
 
 class Profile(Spec):
@@ -305,7 +324,10 @@ class Profile(Spec):
     draft_acceptance_rate: float = Field(ge=0, le=1, description="chance that a draft token is accepted given those before it were (ratio)")
     acceptance_source: Source = Field(description="where acceptance comes from (no unit)")
     link_seconds: float = Field(ge=0, description="one-way latency of a message between the two processes, seconds")
-    overhead_seconds: float = Field(ge=0, description="a round's host work outside forwards, messages and waits, seconds")
+    overhead_seconds: float = Field(ge=0, description="a round's host work outside verifications, messages and waits, seconds")
+    rounds: tuple[RoundCost, ...] = Field(
+        (), description="what rounds were seen to take beyond the tables; none if none was watched (list)"
+    )
     notes: tuple[str, ...] = Field((), description="what was assumed, in words (no unit)")
 
     @model_validator(mode="after")
@@ -317,6 +339,11 @@ class Profile(Spec):
         if lengths and lengths != known:
             raise ValueError(f"ngram_accepted has texts of {lengths} tokens, traces of {known}: give one entry for each, or leave it out")
         return self
+
+    def round_cost(self, mode: Mode, placement: Placement, verification: Verification = "rejection") -> RoundCost | None:
+        """Return what rounds of `mode` there take beyond their forwards, preferring those verified so; None if none was watched."""
+        found = [cost for cost in self.rounds if (cost.mode, cost.placement) == (mode, placement)]
+        return min(found, key=lambda cost: cost.verification != verification, default=None)
 
     def forward(self, model: Literal["target", "draft"], devices: tuple[str, ...], *, contended: bool = False) -> ForwardLatency | None:
         """Return the latency table of `model` on `devices`, preferring one measured under the same contention."""
@@ -429,6 +456,14 @@ class Configuration(Spec):
             check_fan_out(name, getattr(self, name), K)
         return self
 
+    def alone(self) -> Configuration:
+        """Return the configuration itself, with what is expected of it: of a plan, without all that it was made from."""
+        return Configuration(**{name: getattr(self, name) for name in Configuration.model_fields})
+
+    def unpredicted(self) -> Configuration:
+        """Return the configuration itself, without what is expected of it: equal for all that decode in the same way."""
+        return self.alone().model_copy(update={"predicted": None})
+
     def _check_saguaro(self) -> None:
         if self.mode != "ssd" or self.verification != "rejection":
             raise ValueError(
@@ -493,10 +528,14 @@ class Plan(Configuration):
             raise ValueError(f"models.draft is missing: mode={self.mode!r} needs a draft model")
         return self
 
+    @classmethod
+    def of(cls, configuration: Configuration, **fields: Any) -> Plan:
+        """Return the plan to decode by a configuration; `fields` are all else that it has, or take the place of what the former says."""
+        return cls(**{**dict(configuration.alone()), **fields})
+
     def with_configuration(self, configuration: Configuration) -> Plan:
         """Return this plan with another configuration in place of its own, to force an alternative."""
-        fields = {name: getattr(configuration, name) for name in Configuration.model_fields}
-        return Plan(**{**{name: getattr(self, name) for name in Plan.model_fields}, **fields})
+        return Plan(**{**dict(self), **dict(configuration.alone())})
 
     def explain(self) -> str:
         """Say in a dozen lines what was chosen and why, with measured and assumed inputs apart."""

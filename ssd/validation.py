@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
+from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +13,16 @@ from pydantic import Field
 
 from sim.simulate import simulate
 from ssd import prediction
+from ssd.bench.measure import run_once
 from ssd.bench.run import total
+from ssd.bench.tables import label
 from ssd.engine.engine import Engine
-from ssd.outcomes import outcome_model
+from ssd.models import inspect
+from ssd.outcomes import OutcomeModel, Traced, outcome_model
 from ssd.pace import pace
 from ssd.placements import placements
 from ssd.profiler import profile as measure_profile
-from ssd.prompts import Kind
+from ssd.prompts import Kind, of_length
 from ssd.prompts import prompts as prompt_texts
 from ssd.specs import Configuration, Hardware, Models, Placement, Plan, Profile, RequestOutput, SamplingParams, Spec, Workload
 
@@ -41,13 +46,7 @@ class Case(Spec):
     @property
     def name(self) -> str:
         """What it is called in a table."""
-        c = self.configuration
-        words = [c.mode.upper()]
-        if c.mode != "ar":
-            words.append(f"K={c.num_speculative_tokens}")
-        if c.mode == "ssd":
-            words += [f"F={','.join(map(str, c.fan_out_hit))}", c.backup]
-        return " ".join([*words, f"b={self.batch_size}", f"prompt {self.prompt_tokens}", f"T={self.temperature:g}"])
+        return f"{label(self.configuration)} b={self.batch_size} prompt {self.prompt_tokens} T={self.temperature:g}"
 
 
 class Numbers(Spec):
@@ -158,27 +157,49 @@ def validate(
 ) -> Validation:
     """Profile once, then predict each case and measure it `repeats` times, the cases in turn on one engine.
 
-    chosen: default `cases(hardware)`. prompts: texts to use instead of the prompt set's. The profile is of one request, and where a
-    case has several another one of the largest batch; of greedy text, so acceptance at a temperature is predicted to be what it is at 0.
+    chosen: default `cases(hardware)`. prompts: texts to use instead of the prompt set's. A profile is of a load: there is one for each
+    temperature and length of prompts, of one request and where a case has several of the largest batch. It measures acceptance on the very
+    prompts that the cases then decode, so that what differs is the prediction and not the prompts; it sees none of the configurations.
     ValueError for what cannot be run, RuntimeError if the draft is lost meanwhile.
     """
     chosen = tuple(cases(hardware) if chosen is None else chosen)
     tell = progress or (lambda *_: None)
     _check(hardware, models, chosen, output_tokens, repeats)
-    profiles: dict[bool, Profile] = {}
-    for batched in sorted({case.batch_size > 1 for case in chosen}):
-        most = max(case.batch_size for case in chosen if (case.batch_size > 1) == batched)
-        load = Workload.model_validate(
-            {"batch_size": most, "prompt_tokens": chosen[0].prompt_tokens, "output_tokens": output_tokens, "prompt_set": prompt_set}
-        )
-        profiles[batched] = measure_profile(
-            hardware, models, load, prompts=prompts, progress=lambda what, share: tell(f"profile: {what}", 0.5 * share)
-        )
-    predicted = [_predicted(case, profiles[case.batch_size > 1], output_tokens) for case in chosen]
-    texts = prompts or prompt_texts(prompt_set, None)
-    measured = _measured(hardware, models, chosen, texts, output_tokens, repeats, lambda what, share: tell(what, 0.5 + 0.5 * share))
+    texts = list(prompts or prompt_texts(prompt_set, None))
+    loads = {case: _load(case, chosen, output_tokens, prompt_set) for case in chosen}
+    profiles: dict[Workload, Profile] = {}
+    for load in dict.fromkeys(loads.values()):
+        done = len(profiles) / len(set(loads.values()))
+
+        def told(what: str, share: float, load: Workload = load, done: float = done) -> None:
+            tell(f"profile of {_title(load)}: {what}", 0.6 * (done + share / len(set(loads.values()))))
+
+        its = _prompts(models, texts, load.prompt_tokens, repeats * load.batch_size)
+        profiles[load] = measure_profile(hardware, models, load, prompts=its, progress=told, ignore_eos=True)
+    predicted = [_predicted(case, profiles[loads[case]], output_tokens, case.batch_size / loads[case].batch_size) for case in chosen]
+    measured = _measured(hardware, models, chosen, texts, output_tokens, repeats, lambda what, share: tell(what, 0.6 + 0.4 * share))
     rows = tuple(Compared(case=c, measured=m, predicted=p) for c, m, p in zip(chosen, measured, predicted, strict=True))
     return Validation(hardware=hardware.name, models=models, prompt_set=prompt_set, output_tokens=output_tokens, repeats=repeats, rows=rows)
+
+
+def _load(case: Case, chosen: Sequence[Case], output_tokens: int, prompt_set: Kind) -> Workload:
+    """What is profiled for a case: its prompts and temperature, one request or as many as the largest batch has."""
+    alike = [
+        c
+        for c in chosen
+        if (c.prompt_tokens, c.temperature, c.batch_size > 1) == (case.prompt_tokens, case.temperature, case.batch_size > 1)
+    ]
+    return Workload(
+        batch_size=max(c.batch_size for c in alike),
+        prompt_tokens=case.prompt_tokens,
+        output_tokens=output_tokens,
+        temperature=case.temperature,
+        prompt_set=prompt_set,
+    )
+
+
+def _title(load: Workload) -> str:
+    return f"batch {load.batch_size}, prompt {load.prompt_tokens}, temperature {load.temperature:g}"
 
 
 def _check(hardware: Hardware, models: Models, chosen: Sequence[Case], output_tokens: int, repeats: int) -> None:
@@ -201,20 +222,23 @@ def _check(hardware: Hardware, models: Models, chosen: Sequence[Case], output_to
 # Predictions
 
 
-def _predicted(case: Case, profile: Profile, output_tokens: int) -> Numbers:
-    result = simulate(scenario(case, profile, output_tokens), record=False)
+def _predicted(case: Case, profile: Profile, output_tokens: int, share: float) -> Numbers:
+    result = simulate(scenario(case, profile, output_tokens, share), record=False)
     metrics = result.metrics
     return _numbers(case, metrics, [served.tpot for served in result.requests], [served.ttft for served in result.requests])
 
 
-def scenario(case: Case, profile: Profile, output_tokens: int) -> Scenario:
-    """What the planner would play for the case, under the load that is measured: whole waves of requests that come together."""
+def scenario(case: Case, profile: Profile, output_tokens: int, share: float = 1.0) -> Scenario:
+    """What the planner would play for the case, under the load that is measured: whole waves of requests that come together.
+
+    share: of the profile's prompts the case decodes the first so many.
+    """
     configuration = case.configuration
-    its = pace(profile, configuration.placement, configuration.mode)
+    its = pace(profile, configuration.placement, configuration.mode, configuration.verification)
     if its is None:
         raise ValueError(f"case {case.name!r}: the profile has no latencies for its placement: use one of ssd.placements.placements")
     load = Workload(batch_size=case.batch_size, prompt_tokens=case.prompt_tokens, output_tokens=output_tokens)
-    played = prediction.scenario(configuration, its, outcome_model(profile).simulated(), load, prediction.SIMULATED_TOKENS)
+    played = prediction.scenario(configuration, its, _outcomes(case, profile, share).simulated(), load, prediction.SIMULATED_TOKENS)
     prefill = case.prompt_tokens * its.prefill_seconds_per_token
     # Waves that come apart, each when the one before has long left.
     longest = 10 * case.batch_size * (prefill + output_tokens * its.verify(case.batch_size * (1 + configuration.num_speculative_tokens)))
@@ -227,6 +251,11 @@ def scenario(case: Case, profile: Profile, output_tokens: int) -> Scenario:
         target_prefill_seconds=prefill,
         draft_prefill_seconds=prefill * its.step(1) / its.verify(1),
     )
+
+
+def _outcomes(case: Case, profile: Profile, share: float) -> OutcomeModel:
+    model = outcome_model(profile, case.configuration.verification)
+    return model.some(range(ceil(share * len(model.ranks)))) if isinstance(model, Traced) else model
 
 
 def _numbers(case: Case, metrics: Metrics, gaps: Sequence[float | None], firsts: Sequence[float | None]) -> Numbers:
@@ -246,40 +275,32 @@ def _measured(
     hardware: Hardware, models: Models, chosen: Sequence[Case], texts: Sequence[str], output_tokens: int, repeats: int, tell: Progress
 ) -> list[Numbers]:
     first = min((case.configuration for case in chosen), key=lambda c: ("ssd", "sd", "ar").index(c.mode))
-    named = {name: getattr(first, name) for name in Configuration.model_fields}
-    plan = Plan(**named, hardware=hardware, models=models)
-    found: list[list[list[RequestOutput]]] = [[] for _ in chosen]
+    plan = Plan.of(first, hardware=hardware, models=models)
+    found: list[list[RequestOutput]] = [[] for _ in chosen]
     with Engine.from_plan(plan, max_num_seqs=max(case.batch_size for case in chosen)) as engine:
-        waves = [_waves(engine, case, texts, repeats + 1) for case in chosen]
+        waves = [_waves(models, case, texts, repeats) for case in chosen]
         for again in range(repeats + 1):
             tell(f"round {again} of {repeats}", again / (repeats + 1))
             turn = again % len(chosen)
             for place in [*range(turn, len(chosen)), *range(turn)]:
-                outputs = _wave(engine, chosen[place], waves[place][again], output_tokens)
+                case = chosen[place]
+                params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=case.temperature)
+                run = run_once(engine, case.configuration, waves[place][again], params)
                 # The first round warms up.
-                found[place] += [outputs] if again else []
-    return [_of_outputs(case, [output for outputs in its for output in outputs]) for case, its in zip(chosen, found, strict=True)]
+                found[place] += run.outputs if again else ()
+    return [_of_outputs(case, outputs) for case, outputs in zip(chosen, found, strict=True)]
 
 
-def _waves(engine: Engine, case: Case, texts: Sequence[str], count: int) -> list[list[list[int]]]:
-    """Prompts of the case's length, another one for each request while there are any, made of texts that follow each other."""
-    tokenizer = engine.pair.tokenizer
-    tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
-    needed = count * case.batch_size * case.prompt_tokens
-    cut = iter((tokens * -(-needed // len(tokens)))[:needed])
-    return [[[next(cut) for _ in range(case.prompt_tokens)] for _ in range(case.batch_size)] for _ in range(count)]
+def _prompts(models: Models, texts: Sequence[str], length: int, count: int) -> list[tuple[int, ...]]:
+    """Token ids of as many prompts of a length, another text each while there are any."""
+    return list(islice(cycle(of_length(texts, length, inspect(models).tokenizer)), count))
 
 
-def _wave(engine: Engine, case: Case, prompts: list[list[int]], output_tokens: int) -> list[RequestOutput]:
-    """Decode a wave; taking the timeline also waits until the draft is at rest."""
-    engine.configure(case.configuration)
-    engine.timeline()
-    before = engine.health()
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=case.temperature))
-    health = engine.health()
-    if health.draft == "lost" or health.restarts > before.restarts:
-        raise RuntimeError(f"the draft was lost, so this was AR under another name: {health.reason or 'it has been started again'}")
-    return outputs
+def _waves(models: Models, case: Case, texts: Sequence[str], repeats: int) -> list[list[tuple[int, ...]]]:
+    """The prompts of each round of a case: those that were profiled, and before them others to warm up."""
+    size = case.batch_size
+    its = _prompts(models, texts, case.prompt_tokens, (repeats + 1) * size)
+    return [its[(again - 1) % (repeats + 1) * size :][:size] for again in range(repeats + 1)]
 
 
 def _of_outputs(case: Case, outputs: Sequence[RequestOutput]) -> Numbers:

@@ -1,7 +1,7 @@
 """Configurations for two cores of this machine, typed by hand, for tests that need no planner."""
 
-from ssd.specs import Configuration, Placement, Plan
-from tests.plans import CORES, hand_typed, two_cores
+from ssd.specs import Configuration, Models, Placement, Plan
+from tests.plans import CORES, two_cores
 
 HERE = two_cores()
 ALONE, BOTH = CORES[:1], CORES
@@ -24,5 +24,5 @@ def sd(K: int = 3, devices: tuple[str, ...] = ALONE, **changes) -> Configuration
 
 def plan(pair: tuple[str, str], configuration: Configuration = SSD, alternatives: tuple[Configuration, ...] = ()) -> Plan:
     """A plan for a pair of folders."""
-    fields = {name: getattr(configuration, name) for name in Configuration.model_fields}
-    return hand_typed(*pair, **fields, alternatives=alternatives)
+    models = Models(target=pair[0], draft=pair[1])
+    return Plan.of(configuration, hardware=HERE, models=models, alternatives=alternatives)

@@ -386,6 +386,9 @@ def test_a_label_tells_configurations_apart():
     assert (
         label(handmade.SSD.model_copy(update={"fan_out_miss": (1, 0, 0, 0), "backup": "none"})) == "SSD K=3 F=1,1,1,2/1,0,0,0 backup=none"
     )
+    budget = handmade.SSD.model_copy(update={"fan_out_hit": (), "fan_out_miss": (), "budget": 10})
+    assert label(budget) == "SSD K=3 B=10"
+    assert label(budget.model_copy(update={"building": "anytime"})) == "SSD K=3 B=10 anytime"
 
 
 def test_configurations_of_several_plans_for_one_setting_stand_once_in_one_cell(pair):

@@ -60,12 +60,12 @@ def test_an_unknown_model_is_refused_with_what_is_known():
         shape("./nowhere", "draft")
 
 
-def test_the_catalogues_shape_is_that_of_the_model_built_from_its_configuration(tmp_path):
+def built_from(kind, row, folder, **more):
+    """The shape of a model of this kind, read from a configuration with a row's numbers."""
     from transformers import AutoConfig
 
-    row = catalogue()["Qwen2.5-Coder-0.5B-Instruct"]
     config = AutoConfig.for_model(
-        "qwen2",
+        kind,
         hidden_size=row["hidden"],
         num_hidden_layers=row["layers"],
         num_attention_heads=row["heads"],
@@ -73,33 +73,27 @@ def test_the_catalogues_shape_is_that_of_the_model_built_from_its_configuration(
         intermediate_size=row["intermediate"],
         vocab_size=row["vocab"],
         tie_word_embeddings=row["tied"],
+        **more,
     )
-    config.save_pretrained(tmp_path)
-    built, listed = shape(str(tmp_path)), shape("Qwen2.5-Coder-0.5B-Instruct")
+    config.save_pretrained(folder)
+    return shape(str(folder))
+
+
+def test_the_catalogues_shape_is_that_of_the_model_built_from_its_configuration(tmp_path):
+    row = catalogue()["Qwen2.5-Coder-0.5B-Instruct"]
+    built = built_from("qwen2", row, tmp_path)
+    listed = shape("Qwen2.5-Coder-0.5B-Instruct")
     assert built.parameters == pytest.approx(listed.parameters, rel=1e-3)
     assert built.read() == pytest.approx(listed.read(), rel=1e-3)
     assert (built.layers, built.kv_values_per_token) == (listed.layers, listed.kv_values_per_token)
 
 
 def test_a_mixture_read_from_its_configuration_is_that_of_the_catalogue(tmp_path):
-    from transformers import AutoConfig
-
     row = catalogue()["Mixtral-8x7B-Instruct-v0.1"]
     # Three layers of it: the whole would take seconds to count.
-    config = AutoConfig.for_model(
-        "mixtral",
-        hidden_size=row["hidden"],
-        num_hidden_layers=3,
-        num_attention_heads=row["heads"],
-        num_key_value_heads=row["kv_heads"],
-        intermediate_size=row["intermediate"],
-        vocab_size=row["vocab"],
-        num_local_experts=row["experts"],
-        num_experts_per_tok=row["experts_per_token"],
-        tie_word_embeddings=False,
-    )
-    config.save_pretrained(tmp_path)
-    built, listed = shape(str(tmp_path)), shape("Mixtral-8x7B-Instruct-v0.1")
+    experts = {"num_local_experts": row["experts"], "num_experts_per_tok": row["experts_per_token"]}
+    built = built_from("mixtral", {**row, "layers": 3}, tmp_path, **experts)
+    listed = shape("Mixtral-8x7B-Instruct-v0.1")
     assert (built.experts, built.experts_per_token) == (8, 2)
     assert built.expert * listed.layers == listed.expert * 3
     assert built.active / built.parameters == pytest.approx(listed.active / listed.parameters, rel=0.1)

@@ -293,6 +293,8 @@ def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, 
         (["generate", "x", "--budget", "4"], "a configuration typed by hand needs --mode sd or ssd"),
         (["generate", "x", "--target", "t", "--mode", "sd", "--k", "1", "--objective", "cost"], "--objective guides the planner"),
         (["generate", "x", "--target", "t", "--mode", "sd", "--k", "1"], "models.draft is missing"),
+        (["profile", "--draft", "a", "--draft", "b"], "--draft is given 2 times: only the planner chooses among drafts"),
+        (["validate", "--draft", "a", "--draft", "b"], "--draft is given 2 times: only the planner chooses among drafts"),
         (
             ["generate", "x", "--target", "/no/such/folder", "--draft", "d", "--mode", "sd", "--k", "1"],
             "target='/no/such/folder': no such folder",

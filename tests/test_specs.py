@@ -17,6 +17,7 @@ from ssd.specs import (
     Models,
     Placement,
     Plan,
+    Prediction,
     Profile,
     SamplingParams,
     Spec,
@@ -115,6 +116,21 @@ def test_another_configuration_in_a_plan_keeps_what_the_plan_is_for():
     changed = plan.with_configuration(other)
     assert (changed.mode, changed.num_speculative_tokens, changed.fan_out_hit) == ("sd", 5, ())
     assert (changed.hardware, changed.models, changed.workload) == (plan.hardware, plan.models, plan.workload)
+
+
+def test_a_plans_configuration_is_taken_out_as_it_was_put_in_and_told_apart_without_its_prediction():
+    here = hand_typed("a", "b")
+    numbers = dict.fromkeys(("tokens_per_second", "speedup_vs_ar", "speedup_vs_ar_equal_devices", "mean_acceptance_length"), 2.0)
+    expected = Prediction(**numbers, verify_seconds=0.1, method="theory")
+    bare = Configuration(mode="ar", placement=here.placement)
+    foretold = bare.model_copy(update={"predicted": expected})
+    plan = Plan.of(foretold, hardware=here.hardware, models=here.models, objective="throughput")
+    assert (plan.hardware, plan.models, plan.objective) == (here.hardware, here.models, "throughput")
+    assert type(plan.alone()) is Configuration
+    assert plan.alone() == foretold != bare
+    assert plan.unpredicted() == foretold.unpredicted() == bare.unpredicted() == bare
+    assert Plan.of(plan, hardware=here.hardware, models=here.models, predicted=None).alone() == bare
+    assert here.with_configuration(plan) == here.with_configuration(foretold)
 
 
 def test_two_devices_of_one_name_are_refused():

@@ -76,7 +76,7 @@ def test_what_cannot_be_validated_is_refused_before_anything_is_measured(changes
 
 def test_a_budget_is_refused_by_name():
     adaptive = Configuration(mode="ssd", num_speculative_tokens=2, budget=4, placement=APART)
-    with pytest.raises(ValueError, match="case 'SSD K=2 F= jit b=1 prompt 64 T=0' has a budget or builds at any time"):
+    with pytest.raises(ValueError, match="case 'SSD K=2 B=4 b=1 prompt 64 T=0' has a budget or builds at any time"):
         ssd.validate(cores(2), PAIR, chosen=[Case(configuration=adaptive)])
 
 

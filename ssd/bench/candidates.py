@@ -25,14 +25,13 @@ def grid(plans: Sequence[Plan], temperatures: Sequence[float], *, fit_prompts: b
 
 def _what(configuration: Configuration) -> object:
     """Return what tells configurations apart: an AR's draft devices do not matter, nor does a prediction."""
-    return configuration.model_copy(update={"predicted": None, "placement": _place(configuration)})
+    return configuration.unpredicted().model_copy(update={"placement": _place(configuration)})
 
 
 def candidates(plan: Plan) -> list[Configuration]:
     """Return what to run, the plan first, each once; AR and SD on the target's devices and on all devices used are among them."""
-    ours = Configuration(**{name: getattr(plan, name) for name in Configuration.model_fields})
     found: dict[object, Configuration] = {}
-    for configuration in [ours, *_by_speed(plan.alternatives), *_baselines(plan)]:
+    for configuration in [plan.alone(), *_by_speed(plan.alternatives), *_baselines(plan)]:
         found.setdefault((configuration.mode, _place(configuration)), configuration)
     return list(found.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import Field
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -21,13 +22,13 @@ Key = tuple[Setting, str, str]
 class Compared(Spec):
     """One configuration in two results."""
 
-    setting: Setting
-    configuration: str
-    devices: str
-    first: float
-    second: float
-    ratio: Quartiles
-    paired: bool
+    setting: Setting = Field(description="what was decoded (units in its own fields)")
+    configuration: str = Field(description="its short name (no unit)")
+    devices: str = Field(description="what it ran on (no unit)")
+    first: float = Field(ge=0, description="median speed in the first, tokens per second")
+    second: float = Field(ge=0, description="median speed in the second, tokens per second")
+    ratio: Quartiles = Field(description="the second's speed over the first's (ratios)")
+    paired: bool = Field(description="whether prompt by prompt; of medians otherwise, which have no spread (yes or no)")
 
 
 def compare(first: BenchResult, second: BenchResult) -> tuple[Compared, ...]:

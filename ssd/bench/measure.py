@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from time import monotonic
+from typing import Any
 
 from ssd.bench.candidates import grid
 from ssd.bench.identity import differences, gap_by, reference
@@ -17,7 +18,7 @@ from ssd.bench.result import BenchResult, Cell, SetUp, Skipped
 from ssd.bench.run import Run, Runs
 from ssd.bench.setting import Setting, Who
 from ssd.bench.summary import summarise
-from ssd.engine.engine import Engine
+from ssd.engine.engine import Engine, Params, Prompt
 from ssd.progress import Progress
 from ssd.prompts import of_length
 from ssd.rivals.child import Child, RefusedError
@@ -76,22 +77,20 @@ def bench(
                 seconds[program] = children[program].load_seconds
         stage = _Stage(engine, {rival: children[program] for rival, program in others.items()}, output_tokens)
         found = list(_measure(stage, cells, groups, warmup, tell))
-    return BenchResult(
-        set_up=SetUp(
-            hardware=plan.hardware.name,
-            devices={device.id: device.name for device in plan.hardware.devices},
-            models=plan.models,
-            weights=stored(engine.pair.target),
-            versions=_versions(),
-            prompt_set=prompt_set,
-            prompts=tuple(prompts),
-            output_tokens=output_tokens,
-            warmup=warmup,
-            load_seconds=seconds,
-            date=date,
-            command=command,
-        ),
-        cells=tuple(found),
+    given = {"prompt_set": prompt_set, "prompts": tuple(prompts), "output_tokens": output_tokens, "warmup": warmup, "command": command}
+    return BenchResult(set_up=_set_up(engine, date=date, load_seconds=seconds, **given), cells=tuple(found))
+
+
+def _set_up(engine: Engine, **told: Any) -> SetUp:
+    """Return what the benchmark was run with: what the engine knows, and what is told."""
+    hardware, models = engine.plan.hardware, engine.plan.models
+    return SetUp(
+        hardware=hardware.name,
+        devices={device.id: device.name for device in hardware.devices},
+        models=models,
+        weights=stored(engine.pair.target),
+        versions=_versions(),
+        **told,
     )
 
 
@@ -165,15 +164,18 @@ class _Stage:
         return [SamplingParams.model_validate({**common, "seed": number * len(group) + place}) for place in range(len(group))]
 
 
-def run_once(engine: Engine, configuration: Configuration, group: Sequence[Ids], params: Sequence[SamplingParams]) -> Run:
-    """Decode prompts together. Taking the timeline also waits until the draft is at rest: the next run has the machine to itself."""
+def run_once(engine: Engine, configuration: Configuration, prompts: Prompt | Sequence[Prompt], params: Params) -> Run:
+    """Decode prompts together. Taking the timeline also waits until the draft is at rest: the next run has the machine to itself.
+
+    RuntimeError if the draft is lost meanwhile, or was lost and has been started again.
+    """
     engine.configure(configuration)
     engine.timeline()
     before, pids = engine.health(), processes(engine, configuration)
     for pid in pids:
         forget_peak(pid)
     begin = monotonic()
-    outputs = engine.generate(group, params)
+    outputs = engine.generate(prompts, params)
     seconds = monotonic() - begin
     run = Run(tuple(outputs), engine.timeline(), seconds, tuple(map(peak_bytes, pids)))
     health = engine.health()

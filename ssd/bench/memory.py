@@ -9,7 +9,7 @@ from pathlib import Path
 from ssd.devices import torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
-from ssd.engine.engine import Engine, _setup
+from ssd.engine.engine import Engine, setup_for
 from ssd.models import memory_bytes
 from ssd.specs import Configuration
 
@@ -42,5 +42,5 @@ def planned_bytes(engine: Engine, configuration: Configuration) -> tuple[int, in
     target = memory_bytes(engine.plan.models, pair.target, torch_device(place.target), slots)
     if configuration.mode == "ar" or pair.draft is None:
         return target, 0
-    slots = rows * draft_side.slots_needed(pair.max_model_len, _setup(configuration), rows)
+    slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(configuration), rows)
     return target, memory_bytes(engine.plan.models, pair.draft, torch_device(place.draft), slots, drafts=True)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from ssd import python
 from ssd.engine.link import (
     Boot,
     Failed,
@@ -45,16 +46,14 @@ def spawn(boot: Boot) -> tuple[subprocess.Popen[bytes], Link]:
     """Start the draft's process in a session of its own (Ctrl-C is the engine's to handle) and return it with our end of the link."""
     ours, theirs = socket.socketpair()
     with theirs:
-        # -P and the caller's own path: it imports what the caller would, not what lies in the working directory.
-        command = [sys.executable, "-P", "-m", "ssd.engine.draft_process", str(theirs.fileno()), str(os.getpid())]
-        path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
-        process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
+        process = python.start(
+            "ssd.engine.draft_process",
+            str(theirs.fileno()),
+            str(os.getpid()),
             # Its threads sleep once a forward is done: with a core shared, the target's turn has come.
-            env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path},
+            defaults={"OMP_WAIT_POLICY": "passive"},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
         )
     link = Link(Connection(ours.detach()))
     try:

@@ -101,7 +101,7 @@ class Engine:
         check_shares("target", pair.target, shares(plan.placement.target))
         rows = self.max_num_seqs
         target_slots = rows * target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
-        draft_slots = rows * draft_side.slots_needed(pair.max_model_len, _setup(plan), rows)
+        draft_slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(plan), rows)
         check_memory(pair, plan.models, plan.hardware, plan.placement, (target_slots, draft_slots))
         check_present("placement.target", plan.placement.target)
         if plan.mode != "ar":
@@ -200,7 +200,7 @@ class Engine:
         slots = target_side.slots_needed(self.pair.max_model_len, plan.num_speculative_tokens)
         peer = self.peer if plan.mode != "ar" else None
         self._worker.scheduler = Scheduler(Target(self.loaded, self.max_num_seqs, slots), peer, self._spans, plan.backup)
-        setup = _setup(plan)
+        setup = setup_for(plan)
         if peer is not None and setup != self._setup:
             peer.configure(setup)
             self._setup = setup
@@ -376,7 +376,8 @@ def _shut(worker: Worker, peer: DraftPeer | None) -> None:
         peer.close(Shutdown())
 
 
-def _setup(plan: Configuration) -> Setup:
+def setup_for(plan: Configuration) -> Setup:
+    """Return what the draft is told of a configuration, and of a plan's profile what its confidence has been worth."""
     known = plan.profile.calibration if isinstance(plan, Plan) and plan.profile is not None else ()
     return Setup(
         num_speculative_tokens=plan.num_speculative_tokens,

@@ -37,12 +37,22 @@ class SlotModel:
     def forward(self, rows: Mapping[int, Queries], abort: Abort | None = None) -> dict[int, torch.Tensor]:
         """Feed the queries of each row and return the fp32 logits that it wants, `[wanted, vocabulary]`; rows that are left out are idle.
 
-        Raises Aborted when `abort` says so.
+        Raises Aborted when `abort` says so; ValueError for a mask that is not of the queries and slots there are.
         """
+        self._check(rows)
         fed = Fed.of(rows)
         logits = self.cache.forward(fed, abort)
         bounds = pairwise([0, *accumulate(rows[row.index].logits for row in fed.rows)])
         return {row.index: logits[begin:end] for row, (begin, end) in zip(fed.rows, bounds, strict=True)}
+
+    def _check(self, rows: Mapping[int, Queries]) -> None:
+        # Kernels are given addresses: of a mask that is too small they would read what lies behind it.
+        for index, queries in rows.items():
+            right = len(queries.slots), self.slots
+            if queries.visible.shape != right:
+                raise ValueError(
+                    f"visible of row {index} has shape {queries.visible.shape}: give {right}, its queries by the model's slots"
+                )
 
 
 def chain(trunk: Trunk, tokens: Sequence[int], wanted: int, device: torch.device) -> Queries:

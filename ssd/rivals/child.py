@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from contextlib import suppress
 from typing import Self, TypeVar
 
+from ssd import python
 from ssd.rivals.messages import Decode, Decoded, Failed, Load, Loaded
 from ssd.specs import Spec
 
@@ -23,18 +22,8 @@ class Child:
 
     def __init__(self, asked: Load) -> None:
         self.program = asked.program
-        # -P and the caller's own path: it imports what the caller would, not what lies in the working directory.
-        command = [sys.executable, "-P", "-m", "ssd.rivals.process"]
-        path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
-        # A session of its own: Ctrl-C is ours to handle.
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", **os.environ, "PYTHONPATH": path},
-        )
+        quiet = {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+        self.process = python.start("ssd.rivals.process", defaults=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             self.load_seconds = self._ask(asked, Loaded).seconds
         except BaseException:

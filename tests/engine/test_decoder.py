@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -246,6 +247,15 @@ def test_masks_may_lie_in_memory_as_they_like():
     wide[:, 1::2] = True
     for visible in (np.asfortranarray(queries.visible), wide[:, ::2], np.repeat(queries.visible, 3, axis=0)[::3]):
         assert torch.equal(slots.forward({0: replace(queries, visible=visible)})[0], right)
+
+
+@pytest.mark.parametrize("shape", [(9, 32), (9, 40), (9, 64), (8, 48), (9,)])
+def test_a_mask_of_other_queries_or_slots_than_there_are_is_refused(shape):
+    slots = SlotModel(known()[1], 2, 48)
+    row = Row(slots.slots)
+    queries = row.queries([row.add(token, k - 1, k + 1) for k, token in enumerate(text(9))])
+    with pytest.raises(ValueError, match=rf"visible of row 1 has shape {re.escape(str(shape))}: give \(9, 48\)"):
+        slots.forward({0: queries, 1: replace(queries, visible=np.ones(shape, dtype=bool))})
 
 
 # --- what is taken and what is left ---

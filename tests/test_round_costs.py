@@ -1,0 +1,126 @@
+"""What rounds take beyond their forwards: told to the simulator, it is read off what the simulator plays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sim.metrics import Round
+from sim.scenario import Scenario
+from sim.simulate import simulate
+from sim.timeline import Span, Timeline
+from ssd import prediction
+from ssd.outcomes import outcome_model
+from ssd.pace import Pace, pace
+from ssd.placements import placements
+from ssd.round_costs import LONG, SHORT, Watched, round_cost, usual, watched_configurations
+from ssd.specs import Mode, Placement, RoundCost, Verification, Workload
+from tests.profiles import cores, synthetic, texts
+
+TWO = cores(2)
+APART, SHARED = placements(TWO)[0], placements(TWO)[-1]
+TABLES = synthetic(TWO, traces=texts(0.7), overhead=1e-3, link=0.2e-3)
+LOAD = Workload(prompt_tokens=8, output_tokens=200)
+
+
+def told(
+    mode: Mode, place: Placement, *, verify: tuple[float, float] = (2e-3, 4e-3), verification: Verification = "rejection"
+) -> RoundCost:
+    drafts = mode != "ar"
+    return RoundCost(
+        mode=mode,
+        placement=place,
+        verification=verification,
+        tokens=(1.0, 6.0) if drafts else (1.0,),
+        verify=verify if drafts else verify[:1],
+        answer=0.8e-3 if drafts else 0.0,
+        step=0.3e-3 if drafts else 0.0,
+        build_step=0.2e-3 if mode == "ssd" else 0.0,
+    )
+
+
+def played(its: Pace, mode: Mode, place: Placement) -> list[Watched]:
+    """The simulator in the engine's place."""
+    found = []
+    for configuration in watched_configurations(mode, place, "rejection"):
+        scenario: Scenario = prediction.scenario(configuration, its, outcome_model(TABLES).simulated(), LOAD, 4000)
+        found.append(Watched(configuration, simulate(replace(scenario, num_requests=20)).timeline, 1))
+    return found
+
+
+@pytest.mark.parametrize(("mode", "place"), [("ar", Placement(target=SHARED.target)), ("sd", SHARED), ("ssd", APART)])
+def test_what_the_simulator_was_told_is_read_off_its_rounds(mode, place):
+    cost = told(mode, place)
+    its = pace(TABLES.model_copy(update={"rounds": (cost,)}), place, mode)
+    raw = pace(TABLES, place, mode)
+    assert its is not None and raw is not None
+    found = round_cost(raw, played(its, mode, place))
+    assert found is not None
+    assert (found.mode, found.placement) == (mode, place)
+    assert found.answer == pytest.approx(cost.answer, abs=1e-5)
+    assert found.step == pytest.approx(cost.step, abs=1e-5)
+    for tokens, seconds in zip(found.tokens, found.verify, strict=True):
+        assert seconds == pytest.approx(cost.verify[0] + (tokens - 1) * 0.4e-3 if mode != "ar" else cost.verify[0], abs=1e-4)
+
+
+def test_the_pace_is_that_of_the_tables_and_the_costs_together():
+    cost = told("ssd", APART)
+    raw, its = (pace(TABLES.model_copy(update={"rounds": rounds}), APART, "ssd") for rounds in ((), (cost,)))
+    assert raw is not None and its is not None
+    assert its.verify(1) == pytest.approx(raw.verify(1) + 2e-3)
+    assert its.verify(3.5) == pytest.approx(raw.verify(3.5) + 3e-3)
+    assert its.verify(32) == pytest.approx(raw.verify(32) + 4e-3), "beyond what was watched the last is taken"
+    assert its.alone(1) == pytest.approx(raw.alone(1) + 0.3e-3)
+    assert its.step(4) == pytest.approx(raw.step(4) + 0.2e-3)
+    assert its.step(1) == its.alone(1)
+    assert its.link_seconds == pytest.approx(0.4e-3)
+
+
+def test_no_forward_takes_less_than_no_time():
+    cost = told("ssd", APART, verify=(-1.0, -1.0)).model_copy(update={"step": -1.0, "build_step": -1.0})
+    its = pace(TABLES.model_copy(update={"rounds": (cost,)}), APART, "ssd")
+    assert its is not None
+    assert its.verify(1) == its.verify(5) == its.alone(1) == its.step(4) == 0
+
+
+def test_each_mode_and_place_has_its_own_costs_and_each_verification_where_it_was_watched():
+    rejection, coupled, sd = told("ssd", APART), told("ssd", APART, verification="coupled", verify=(1e-3, 1e-3)), told("sd", SHARED)
+    found = TABLES.model_copy(update={"rounds": (rejection, coupled, sd)})
+    assert found.round_cost("ssd", APART) == rejection
+    assert found.round_cost("ssd", APART, "coupled") == coupled
+    assert found.round_cost("sd", SHARED, "coupled") == sd
+    assert found.round_cost("ar", APART) is None
+    assert found.round_cost("sd", APART) is None
+
+
+def test_steps_of_a_build_count_what_lies_between_them_but_not_one_that_may_have_been_given_up():
+    short, long = watched_configurations("ssd", APART, "rejection")
+    raw = pace(TABLES, APART, "ssd")
+    assert raw is not None
+    forward = raw.step(sum(long.fan_out_hit))
+    spans, at = [Span("draft", "answer", 0.0, 1.0, 1, "r")], 1.0
+    for _ in range(4):
+        # As much again between the steps as each takes beyond its forward.
+        spans.append(Span("draft", "build", at + 1e-3, at + 2e-3 + forward, 1, "r"))
+        at = spans[-1].end
+    spans.append(Span("draft", "build", at + 1e-3, at + 1.1e-3, 1, "r"))
+    rounds = [Round("r", LONG, 1, 2, True, False, 20e-3, 0.4e-3, start=1.0)]
+    quick = Watched(short, Timeline([], [Round("r", SHORT, 1, 2, True, False, 20e-3, 0.4e-3, start=1.0)]), 1)
+    found = round_cost(raw, [quick, Watched(long, Timeline(spans, rounds), 1)])
+    assert found is not None
+    assert found.build_step == pytest.approx(2e-3)
+
+
+def test_a_round_that_not_all_rows_took_part_in_tells_nothing():
+    short, long = watched_configurations("ssd", APART, "rejection")
+    raw = pace(TABLES, APART, "ssd")
+    alone = Timeline([], [Round("r", 1, 1, 2, True, False, 1.0, 0.1, start=1.0)])
+    assert raw is not None
+    assert round_cost(raw, [Watched(short, alone, 2), Watched(long, alone, 2)]) is None
+
+
+def test_slower_times_count_and_single_extremes_do_not():
+    assert usual([1.0] * 14 + [2.0] * 6) == pytest.approx(1.3, abs=0.05)
+    assert usual([1.0] * 19 + [80.0]) == 1.0
+    assert usual([1.0, 2.0]) == 1.5
