@@ -9,10 +9,14 @@ import re
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ssd import devices
 from ssd.specs import Device, Hardware
 from ssd.tables import read_table
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_COUNT = 64
 # Read in passes much longer than a cache, and multiplied in blocks that fit one.
@@ -30,8 +34,8 @@ def named_hardware(description: str) -> Hardware:
     """Return the machine that `description` names, such as `5xH100-SXM` or `4xH100-SXM + 1xL40S`; devices are cuda:0, cuda:1, ..."""
     parts = [_part(description, part.strip()) for part in description.split("+")]
     names = [name for count, name in parts for _ in range(count)]
-    devices = tuple(_accelerator(index, name) for index, name in enumerate(names))
-    return Hardware(name=" + ".join(f"{count}x{name}" for count, name in parts), devices=devices)
+    listed = tuple(_accelerator(index, name) for index, name in enumerate(names))
+    return Hardware(name=" + ".join(f"{count}x{name}" for count, name in parts), devices=listed)
 
 
 def _part(description: str, part: str) -> tuple[int, str]:
@@ -56,7 +60,7 @@ def _accelerator(index: int, name: str) -> Device:
     row = accelerators()[name]
     rate = row.get("interconnect_rate")
     return Device(
-        id=f"{row.get('kind', 'cuda')}:{index}",
+        id=f"{row.get('kind', devices.ACCELERATOR)}:{index}",
         name=name,
         memory_bytes=round(row["memory"] * 1e9),
         memory_bandwidth=row["bandwidth"] * 1e12,
@@ -71,45 +75,42 @@ def _accelerator(index: int, name: str) -> Device:
 
 
 def local_hardware() -> Hardware:
-    """Return this machine: its CUDA accelerators if there are two or more, else the CPU cores this process may use; rates are measured."""
+    """Return this machine: its accelerators if there are two or more, a single one with the CPU cores that this process may use after it,
+    else the cores alone; rates are measured."""
+    found = tuple(_local_accelerator(device) for device in devices.accelerators())
+    name = f"{len(found)}x{found[0].name}" if found else ""
+    if len(found) > 1:
+        return Hardware(name=name, devices=found, is_local=True)
+    cores = _local_cores()
+    named = f"{len(cores)} cores of {cores[0].name}"
+    if found:
+        return Hardware(name=f"{name} + {named}", devices=(*found, *cores), is_local=True)
+    return Hardware(name=named, devices=cores, shared_memory=True, is_local=True)
+
+
+def _local_accelerator(device: torch.device) -> Device:
     import torch
 
-    count = torch.cuda.device_count()
-    return _local_accelerators(count) if count >= 2 else _local_cores()
+    bandwidth, flops = _rates(device, torch.bfloat16)
+    return Device(
+        id=str(device),
+        name=devices.product_name(device),
+        memory_bytes=devices.memory_bytes(device),
+        memory_bandwidth=bandwidth,
+        flops=flops,
+        source=PROBED,
+    )
 
 
-def _local_accelerators(count: int) -> Hardware:
+def _local_cores() -> tuple[Device, ...]:
     import torch
 
-    devices = []
-    for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        bandwidth, flops = _rates(torch.device("cuda", index), torch.bfloat16)
-        devices.append(
-            Device(
-                id=f"cuda:{index}",
-                name=properties.name,
-                memory_bytes=properties.total_memory,
-                memory_bandwidth=bandwidth,
-                flops=flops,
-                source=PROBED,
-            )
-        )
-    return Hardware(name=f"{count}x{devices[0].name}", devices=tuple(devices), is_local=True)
-
-
-def _local_cores() -> Hardware:
-    import torch
-
-    from ssd.devices import available_cores, pinned
-
-    cores, name = available_cores(), _cpu_name()
-    with pinned((f"cpu:{cores[-1]}",)):
-        bandwidth, flops = _rates(torch.device("cpu"), torch.float32)
+    ids, name = devices.core_ids(), _cpu_name()
+    with devices.pinned(ids[-1:]):
+        bandwidth, flops = _rates(devices.cpu(), torch.float32)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     known = {"name": name, "memory_bytes": memory, "memory_bandwidth": bandwidth, "flops": flops, "source": PROBED}
-    devices = tuple(Device(id=f"cpu:{core}", **known) for core in cores)
-    return Hardware(name=f"{len(cores)} cores of {name}", devices=devices, shared_memory=True, is_local=True)
+    return tuple(Device(id=core, **known) for core in ids)
 
 
 def check_here(hardware: Hardware) -> None:
@@ -129,19 +130,17 @@ def check_here(hardware: Hardware) -> None:
 
 def _name_here(device: Device) -> str:
     """What the device with this id is called on this machine; the engine refuses one that is not there."""
-    if device.kind == "cpu":
+    if device.is_core:
         return _cpu_name()
-    import torch
-
-    index = int(device.id.split(":")[1])
-    return torch.cuda.get_device_name(index) if index < torch.cuda.device_count() else device.name
+    here = {str(found): found for found in devices.accelerators()}
+    return devices.product_name(here[device.id]) if device.id in here else device.name
 
 
-def _rates(device: Any, dtype: Any) -> tuple[float, float]:
+def _rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Return memory bandwidth in bytes a second, of reading or of copying, and matrix rate in FLOP a second, the best of a few tries."""
     import torch
 
-    size = MATRIX if device.type == "cpu" else 16 * MATRIX
+    size = MATRIX if devices.is_cpu(device) else 16 * MATRIX
     data = torch.ones(READ_FLOATS, device=device)
     halves = data.view(2, -1)
     square = torch.ones(size, size, device=device, dtype=dtype)

@@ -23,11 +23,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
 
+from ssd.devices import host, is_cpu, torch_device
 from ssd.specs import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_TARGET, Hardware, Models, Placement
 
 if TYPE_CHECKING:
     from ssd.engine.decoder import Decoder
+    from ssd.engine.shares import Team
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,8 @@ DEFAULT_MAX_MODEL_LEN = 4096
 WORTH_ROUNDING = 100_000_000
 # The key in a draft's config.json for the ids that it may propose; without it, all.
 DRAFT_VOCABULARY = "draft_vocabulary"
+# The key in a config.json for a model to be measured, not used: it has no weights, and gets random ones where it is to run.
+RANDOM_WEIGHTS = "random_weights"
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ class LoadedModel:
     query_groups: int
     # Its weights as the engine's own kernels play them; `module` is then empty.
     decoder: Decoder | None = None
+    # The processes that hold it together, where it is split.
+    team: Team | None = None
 
 
 @dataclass(frozen=True)
@@ -278,13 +285,13 @@ def end_ids(source: Source, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 def compute_dtype(models: Models, device: torch.device) -> torch.dtype:
     """Return the type computed in: as asked, else fp32 on a CPU and bf16 elsewhere."""
     if models.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return torch.float32 if is_cpu(device) else torch.bfloat16
     return torch.float32 if models.dtype == "float32" else torch.bfloat16
 
 
 def keeps_int8(models: Models, draft: Source, device: torch.device) -> bool:
     """Return whether the draft's matrices are rounded to a byte a number; ValueError where that was asked for and cannot be."""
-    fits = device.type == "cpu" and compute_dtype(models, device) == torch.float32
+    fits = is_cpu(device) and compute_dtype(models, device) == torch.float32
     if models.draft_weights == "int8" and not fits:
         raise ValueError("draft_weights='int8' is for a draft that computes in float32 on a CPU: leave it out, or place the draft there")
     return models.draft_weights == "int8" or (models.draft_weights == "auto" and fits and draft.parameters >= WORTH_ROUNDING)
@@ -300,7 +307,7 @@ def weight_bytes(source: Source, dtype: torch.dtype, device: torch.device, *, in
         tied = getattr(source.config, "tie_word_embeddings", False)
         width = 2 if source.config.dtype == torch.bfloat16 else 4
         return source.parameters - embedding + embedding * width + (embedding if tied else 0)
-    if device.type != "cpu" or source.config.dtype != torch.bfloat16:
+    if not is_cpu(device) or source.config.dtype != torch.bfloat16:
         return source.parameters * dtype.itemsize
     head = source.vocab_size * int(source.config.hidden_size) if getattr(source.config, "tie_word_embeddings", False) else 0
     return (source.parameters + head) * torch.bfloat16.itemsize
@@ -315,16 +322,18 @@ def memory_bytes(models: Models, source: Source, device: torch.device, slots: in
 
 def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Placement, slots: tuple[int, int]) -> None:
     """Refuse a pair whose weights and key-value slots (`slots` of target and draft) exceed the memory of where they are placed."""
-    from ssd.devices import host, torch_device
-
     needs: dict[str, int] = {}
     room: dict[str, int] = {}
     for drafts, source, ids, places in ((False, pair.target, placement.target, slots[0]), (True, pair.draft, placement.draft, slots[1])):
         if source is None or not ids:
             continue
-        pool = host(ids) or "memory" if hardware.shared_memory else ids[0]
-        needs[pool] = needs.get(pool, 0) + memory_bytes(models, source, torch_device(ids), places, drafts=drafts)
-        room[pool] = hardware.select(ids)[0].memory_bytes
+        one = hardware.draws_on_one_memory(ids)
+        whole = memory_bytes(models, source, torch_device(ids), places, drafts=drafts)
+        for device in hardware.select(ids[:1] if one else ids):
+            pool = (host(ids) or "memory") if one else device.id
+            # A target is split over its accelerators; a draft stands whole on each.
+            needs[pool] = needs.get(pool, 0) + (whole if one or drafts else -(-whole // len(ids)))
+            room[pool] = device.memory_bytes
     for pool, bytes_needed in needs.items():
         if bytes_needed > room[pool]:
             raise ValueError(
@@ -368,20 +377,41 @@ def _shorten_head(source: Source, module: PreTrainedModel) -> None:
     module.set_output_embeddings(ShortHead(head.weight, getattr(head, "bias", None), ids))  # type: ignore[no-untyped-call]
 
 
-def load(source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bool = False, int8: bool = False) -> LoadedModel:
+def check_shares(option: str, source: Source, shares: int) -> None:
+    """Refuse a model that transformers has no plan to split over so many processes, or whose heads do not come out even."""
+    config = source.config
+    if shares == 1:
+        return
+    if not getattr(config, "base_model_tp_plan", None) or source.gguf_file is not None:
+        kind = "a GGUF file" if source.gguf_file is not None else f"of architecture {config.model_type!r}"
+        raise ValueError(f"{option}={source.name!r} is {kind}, which transformers does not split over {shares} devices: place it on one")
+    heads = _kv_heads(config)
+    if heads % shares:
+        raise ValueError(
+            f"{option}={source.name!r} has {heads} key-value heads, which {shares} devices do not share evenly: place it on fewer"
+        )
+
+
+def load(
+    source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bool = False, int8: bool = False, shares: int = 1
+) -> LoadedModel:
     """Load the weights onto `device` for computing in `dtype`, attending over key-value slots.
 
     drafts: whether it only proposes; a draft whose configuration lists `draft_vocabulary` then proposes nothing else. int8: whether its
-    matrices are rounded to a byte a number, where it computes in fp32 on a CPU.
+    matrices are rounded to a byte a number, where it computes in fp32 on a CPU. shares: over how many processes of torch.distributed's
+    default group it is split; each loads its own share.
     """
     from ssd.engine.decoder import Decoder
     from ssd.engine.kv import ATTENTION
     from ssd.engine.linear import fp32_compute_from_bf16
 
-    stored = "auto" if device.type == "cpu" and dtype == torch.float32 else dtype
+    if getattr(source.config, RANDOM_WEIGHTS, False):
+        return _random(source, device, dtype)
+    packs = is_cpu(device) and dtype == torch.float32 and shares == 1
+    placed = {"device_map": {"": device}} if shares == 1 else {"distributed_config": DistributedConfig(tp_size=shares, tp_plan="auto")}
     try:
         module = AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=stored, device_map={"": device}, attn_implementation=ATTENTION, **source.arguments
+            source.folder, dtype="auto" if packs else dtype, attn_implementation=ATTENTION, **placed, **source.arguments
         ).eval()  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
         raise ValueError(
@@ -390,8 +420,18 @@ def load(source: Source, device: torch.device, dtype: torch.dtype, *, drafts: bo
     if drafts:
         _shorten_head(source, module)
     decoder = None
-    if device.type == "cpu" and dtype == torch.float32:
+    if packs:
         decoder = Decoder.of(module, int8=int8)
         if decoder is None:
             fp32_compute_from_bf16(module, int8=int8)
     return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions, source.query_groups, decoder)
+
+
+def _random(source: Source, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Make a model of this shape, its weights drawn on the device itself."""
+    from ssd.engine.kv import ATTENTION
+
+    with device:
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(source.config, dtype=dtype, attn_implementation=ATTENTION).eval()  # type: ignore[no-untyped-call]
+    return LoadedModel(module, device, dtype, source.vocab_size, source.max_positions, source.query_groups)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from pydantic import ValidationError
 
 from ssd.asked import TYPED, Asked
+from ssd.placements import placements
 from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Spec, Workload
 
 if TYPE_CHECKING:
@@ -222,14 +223,12 @@ def _typed(asked: Asked, hardware: Hardware, models: Models, workload: Workload)
 
 def _placement(mode: str, hardware: Hardware) -> Placement:
     """Give the draft the last device in mode ssd; in mode sd let both share all cores, or the first accelerator."""
-    ids = tuple(device.id for device in hardware.devices)
-    cores = all(device.kind == "cpu" for device in hardware.devices)
-    if mode == "ssd":
-        if len(ids) < 2:
-            raise ValueError(f"--mode=ssd needs a device for the draft alone, but {hardware.name!r} has one: use --mode sd")
-        return Placement(target=ids[:-1] if cores else ids[:1], draft=ids[-1:])
-    shared = ids if cores else ids[:1]
-    return Placement(target=shared, draft=shared)
+    apart, shared = placements(hardware)[0], placements(hardware)[-1]
+    if mode == "sd":
+        return shared
+    if apart.overlaps:
+        raise ValueError(f"--mode=ssd needs a device for the draft alone, but {hardware.name!r} has one: use --mode sd")
+    return apart
 
 
 def _counts(text: str) -> tuple[int, ...]:

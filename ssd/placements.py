@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ssd.devices import are_cores
 from ssd.specs import Hardware, Placement
 
 Ids = tuple[str, ...]
@@ -22,8 +23,11 @@ def placements(hardware: Hardware) -> tuple[Placement, ...]:
 def _splits(hardware: Hardware) -> list[tuple[Ids, Ids]]:
     ids = _ids(hardware)
     if _one_each(hardware):
-        return [(ids[:1], ids[-1:])] if len(ids) > 1 else []
-    if _are_cores(hardware):
+        accelerators, cores = (tuple(device.id for device in hardware.devices if device.is_core == cores) for cores in (False, True))
+        # Beside a single accelerator the draft gets the cores, but for the one that feeds it.
+        draft = accelerators[1:][-1:] or cores[1:] or cores
+        return [(accelerators[:1], draft)] if draft else []
+    if are_cores(ids):
         return [(ids[:-size], ids[-size:]) for size in sorted({1, len(ids) // 4}) if 1 <= size < len(ids)]
     return [(ids[:count], ids[-size:]) for size in DRAFT_DEVICES if size < len(ids) for count in _degrees(len(ids) - size)]
 
@@ -39,11 +43,7 @@ def _whole(hardware: Hardware) -> Ids:
 
 def _one_each(hardware: Hardware) -> bool:
     # What is local will be run, and the engine runs a model on one accelerator.
-    return hardware.is_local and not _are_cores(hardware)
-
-
-def _are_cores(hardware: Hardware) -> bool:
-    return all(device.kind == "cpu" for device in hardware.devices)
+    return hardware.is_local and not are_cores(_ids(hardware))
 
 
 def _ids(hardware: Hardware) -> Ids:

@@ -79,7 +79,7 @@ class Forward:
 
     def rate(self, device: Device) -> float:
         """FLOP a second of the type computed in."""
-        return device.flops_fp32 or device.flops if self.fp32 or device.kind == "cpu" else device.flops
+        return device.flops_fp32 or device.flops if self.fp32 or device.is_core else device.flops
 
     def spread(self, devices: tuple[Device, ...], length: int, whole: bool) -> tuple[Device, ...]:
         """The first one, two, ... of `devices` that run it best with room for `length` tokens, or if `whole` the fewest that hold it."""
@@ -127,9 +127,9 @@ def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: 
             yield _table("target", target, devices, target.spread(devices, length, whole=False))
     for place in places if draft is not None else ():
         devices = hardware.select(place.draft)
-        beside = target.footprint(length) if place.overlaps or hardware.shared_memory else 0
+        beside = target.footprint(length) if place.overlaps or hardware.draws_on_one_memory(place.devices) else 0
         if draft is not None and draft.footprint(length) + beside <= _memory(hardware, devices):
-            whole = devices[0].kind != "cpu"
+            whole = not devices[0].is_core
             used = draft.spread(devices, length, whole)
             # On accelerators of its own it stands whole on each, and they share the branches.
             copies = 1 if place.overlaps or not whole else len(devices) // len(used)
@@ -145,7 +145,8 @@ def _table(
 
 
 def _memory(hardware: Hardware, devices: tuple[Device, ...]) -> int:
-    return devices[0].memory_bytes if hardware.shared_memory else len(devices) * _smallest(devices)
+    ids = tuple(device.id for device in devices)
+    return devices[0].memory_bytes if hardware.draws_on_one_memory(ids) else len(devices) * _smallest(devices)
 
 
 def _smallest(devices: tuple[Device, ...]) -> int:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from sim.metrics import Metrics, Round
 from sim.names import unknown
+from ssd import devices as names
 
 Mode = Literal["ar", "sd", "ssd"]
 Backup = Literal["jit", "ngram", "none"]
@@ -78,7 +79,12 @@ class Device(Spec):
     @property
     def kind(self) -> str:
         """The part of the id before the colon: `cpu`, `cuda`, ..."""
-        return self.id.rpartition("/")[2].split(":")[0]
+        return names.kind(self.id)
+
+    @property
+    def is_core(self) -> bool:
+        """Whether it is a CPU core, or a CPU."""
+        return names.are_cores((self.id,))
 
 
 class Hardware(Spec):
@@ -99,7 +105,7 @@ class Hardware(Spec):
 
     @classmethod
     def local(cls) -> Hardware:
-        """Return this machine: its accelerators if torch finds two or more, else its CPU cores, with rates measured in a second."""
+        """Return this machine: its accelerators, and beside one alone the CPU cores; else the cores. Rates are measured in a second."""
         from ssd.catalog import local_hardware
 
         return local_hardware()
@@ -110,6 +116,10 @@ class Hardware(Spec):
         from ssd.catalog import named_hardware
 
         return named_hardware(description)
+
+    def draws_on_one_memory(self, ids: tuple[str, ...]) -> bool:
+        """Whether the devices with these ids have one memory together: all of `shared_memory`, and the cores of this machine."""
+        return self.shared_memory or (self.is_local and names.are_cores(ids))
 
     def select(self, ids: tuple[str, ...]) -> tuple[Device, ...]:
         """Return the devices with these ids, in their order."""
@@ -241,6 +251,11 @@ class Placement(Spec):
     def overlaps(self) -> bool:
         """Whether target and draft share a device."""
         return bool(set(self.target) & set(self.draft))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether they share a CPU core, which does one thing at a time; an accelerator runs the kernels of two processes as it can."""
+        return bool(set(names.cores(self.target)) & set(names.cores(self.draft)))
 
 
 class ForwardLatency(Spec):
@@ -439,7 +454,7 @@ class Configuration(Spec):
                     "mode='sd' has no cache: leave fan_out_hit, fan_out_miss, budget, building and ranking out and backup at 'jit'"
                 )
             return self
-        if self.placement.overlaps:
+        if self.placement.takes_turns:
             raise ValueError(
                 f"placement={self.placement.model_dump()}: mode='ssd' needs a device for the draft alone; use mode='sd' on one"
             )

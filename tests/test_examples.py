@@ -68,3 +68,23 @@ def test_the_first_run_goes_the_whole_way():
     text = example("first_run.py")
     for part in ("Plan for", "tokens/s in mode", "vs AR", "Same tokens in every row: "):
         assert part in text
+
+
+@pytest.mark.slow
+def test_gpu_check_runs_every_part_on_a_cpu(tmp_path):
+    result = tmp_path / "result.json"
+    text = example("gpu_check.py", "--device", "cpu", "--small", "--json", str(result))
+    found = json.loads(result.read_text())
+    assert (found["device"], found["kind"], found["small"]) == ("the CPU", "cpu", True)
+    assert {line["part"] for line in found["lines"]} == {
+        "all",
+        "correctness",
+        "sampling",
+        "graphs",
+        "latency",
+        "bandwidth",
+        "memory",
+        "modes",
+    }
+    assert all(line["right"] in (True, None) for line in found["lines"])
+    assert all(line["what"].split(":")[0] in text for line in found["lines"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ssd.bench.setting import Setting
+from ssd.devices import are_cores
 from ssd.specs import Configuration, Placement, Plan
 
 
@@ -48,7 +49,7 @@ def _baselines(plan: Plan) -> Iterator[Configuration]:
     """Yield AR and SD with the plan's lookahead on the target's devices and on all, where no alternative takes their place."""
     K = plan.num_speculative_tokens or 3
     for devices in dict.fromkeys((plan.placement.target, plan.placement.devices)):
-        if len(devices) > 1 and not all(name.startswith("cpu:") for name in devices):
+        if len(devices) > 1 and not are_cores(devices):
             continue
         known = [c for c in plan.alternatives if set(c.placement.devices) == set(devices)]
         if not any(c.mode == "ar" for c in known):

@@ -164,7 +164,7 @@ def _is_of_family(module: Any, vectors: native.Vectors, int8: bool) -> bool:
     whole = not any(width % (2 * vectors.lanes) for width in (size, config.hidden_size, config.intermediate_size))
     plain = config.hidden_act == "silu" and rope.get("partial_rotary_factor", 1.0) == 1.0
     linears = [layer for layer in module.model.layers.modules() if isinstance(layer, nn.Linear)]
-    return whole and plain and all(layer.weight.device.type == "cpu" and (int8 or fits_bf16(_weight(layer))) for layer in linears)
+    return whole and plain and all(layer.weight.is_cpu and (int8 or fits_bf16(_weight(layer))) for layer in linears)
 
 
 def _weight(layer: nn.Linear) -> torch.Tensor:

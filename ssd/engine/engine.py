@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Never, Self
 from sim.metrics import Metrics
 from sim.timeline import Span, Timeline
 from ssd.catalog import check_here
-from ssd.devices import check_present, host, pin, pinned, torch_device
+from ssd.devices import check_present, core_ids, host, pin, pinned, torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
 from ssd.engine.address import rank, this_host, under_torchrun
@@ -27,11 +27,12 @@ from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, Take
 from ssd.engine.peer import LOAD_DEADLINE, DraftPeer, Spawned
 from ssd.engine.resolve import resolved
 from ssd.engine.scheduler import Request, Scheduler
+from ssd.engine.shares import follow, lead, share_of, shares
 from ssd.engine.spans import MAX_SPANS, on_our_clock
 from ssd.engine.target import Target
 from ssd.engine.text import Text
 from ssd.engine.worker import Delivery, Job, Worker
-from ssd.models import Pair, check_lookahead, check_memory, compute_dtype, inspect, keeps_int8, load
+from ssd.models import Pair, check_lookahead, check_memory, check_shares, compute_dtype, inspect, keeps_int8, load
 from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class Engine:
         """
         if not isinstance(plan, Plan):
             raise ValueError(f"plan={plan!r} is no Plan: make one with ssd.plan or read one with Plan.load")
+        if 0 < rank() < shares(plan.placement.target):
+            follow(plan.placement.target, rank(), shares(plan.placement.target))
         if rank():
             _serve_rank(plan)
         if not isinstance(deadline, int | float) or not 0 < deadline <= LONGEST_DEADLINE:
@@ -99,7 +102,7 @@ class Engine:
         self.pair = inspect(plan.models)
         self._check_configuration(plan, self.pair)
         self.peer: DraftPeer | None = None
-        self._restart, self._listen = restart, listen
+        self._restart, self._listen, self._cores = restart, listen, core_ids()
         self._numbers = itertools.count()
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._setup: Setup | None = None
@@ -128,6 +131,7 @@ class Engine:
 
     def _check_configuration(self, plan: Plan, pair: Pair) -> None:
         check_lookahead(pair, plan.num_speculative_tokens)
+        check_shares("target", pair.target, shares(plan.placement.target))
         rows = self.max_num_seqs
         target_slots = rows * target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
         draft_slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(plan), rows)
@@ -138,18 +142,8 @@ class Engine:
 
     def _start(self, plan: Plan) -> None:
         if plan.mode != "ar":
-            boot = self._boot(plan)
-            first, again = self._starters(boot)
-            try:
-                started = first()
-            except LinkError as error:
-                raise RuntimeError(f"the draft did not start: {error}") from error
-            self.peer = DraftPeer(*started, self.deadline, self.pair.target.vocab_size, again if self._restart else None)
-            self._close.detach()
-            self._close = weakref.finalize(self, _shut, self._worker, self.peer, self._meeting)
-        device = torch_device(plan.placement.target)
-        with pinned(plan.placement.target):
-            self.loaded = load(self.pair.target, device, compute_dtype(plan.models, device))
+            self._start_draft(plan)
+        self._load_target(plan)
         if self.peer is not None:
             self._await_ready(self.peer)
         self._worker.call(lambda: self._configure(plan))
@@ -164,6 +158,24 @@ class Engine:
         self._meeting = meeting = Meeting(self._listen)
         logger.warning("waiting for the draft of %s to come to %s", name, meeting.address)
         return lambda: await_draft(meeting, name, boot, COMING_DEADLINE), lambda: await_draft(meeting, name, boot, inf)
+
+    def _start_draft(self, plan: Plan) -> None:
+        first, again = self._starters(self._boot(plan))
+        try:
+            started = first()
+        except LinkError as error:
+            raise RuntimeError(f"the draft did not start: {error}") from error
+        self.peer = DraftPeer(*started, self.deadline, self.pair.target.vocab_size, again if self._restart else None)
+        self._draft_on, self._setup = plan.placement.draft, None
+        self._close.detach()
+        self._close = weakref.finalize(self, _shut, self._worker, self.peer, self._meeting)
+
+    def _load_target(self, plan: Plan) -> None:
+        target = plan.placement.target
+        device = torch_device(target)
+        dtype, count = compute_dtype(plan.models, device), shares(target)
+        with pinned(share_of(target, 0, count)):
+            self.loaded = lead(count).load(self.pair.target, target, dtype) if count > 1 else load(self.pair.target, device, dtype)
 
     def _boot(self, plan: Plan) -> Boot:
         device = torch_device(plan.placement.draft)
@@ -181,7 +193,8 @@ class Engine:
     def configure(self, configuration: Configuration) -> None:
         """Decode as `configuration` says from the next request on, with the models that are loaded; for comparing modes and placements.
 
-        ValueError while requests are on their way.
+        A model that it places on another accelerator, or on CPU cores instead of one, is loaded again there. ValueError while requests are
+        on their way.
         """
         self._worker.check()
         if not isinstance(configuration, Configuration):
@@ -195,10 +208,30 @@ class Engine:
             )
         for name in ("target", "draft"):
             old, new = getattr(self.plan.placement, name), getattr(plan.placement, name)
-            if old and new and (torch_device(old), host(old)) != (torch_device(new), host(new)):
-                raise ValueError(f"placement.{name}={new}: a loaded model moves between CPU cores only; start another engine")
+            if old and new and host(old) != host(new):
+                raise ValueError(f"placement.{name}={new}: a loaded model does not move to another host; start another engine")
         self._check_configuration(plan, self.pair)
         self._worker.call(lambda: self._configure(plan))
+
+    def _move(self, plan: Plan) -> None:
+        """Load again what another device is to hold; between CPU cores models need not move."""
+        draft = plan.placement.draft if plan.mode != "ar" else ()
+        if self.peer is not None and draft and torch_device(draft) != torch_device(self._draft_on):
+            self.peer.close(Shutdown())
+            # This thread is pinned to the target's cores, where a process that loads would be in the way.
+            with pinned(self._cores):
+                self._start_draft(plan)
+            self._await_ready(self.peer)
+        if shares(plan.placement.target) != shares(self.plan.placement.target):
+            raise ValueError(
+                f"placement.target={plan.placement.target} splits the target otherwise than {self.plan.placement.target}: "
+                "start another process for it"
+            )
+        if torch_device(plan.placement.target) != self.loaded.device:
+            # Let go before it is loaded: both need not fit.
+            self._worker.scheduler = None
+            del self.loaded
+            self._load_target(plan)
 
     def _configure(self, plan: Plan) -> None:
         """Set the scheduler up, in the worker's thread."""
@@ -208,8 +241,13 @@ class Engine:
                 f"requests are being decoded ({len(scheduler.running)}) or wait ({len(scheduler.waiting)}): let them finish, or close "
                 "their streams, before another configuration"
             )
+        try:
+            self._move(plan)
+        except BaseException as error:
+            self._worker.failed = error
+            raise
         self.plan = plan
-        pin(plan.placement.target)
+        pin(share_of(plan.placement.target, 0, shares(plan.placement.target)))
         slots = target_side.slots_needed(self.pair.max_model_len, plan.num_speculative_tokens)
         peer = self.peer if plan.mode != "ar" else None
         self._worker.scheduler = Scheduler(Target(self.loaded, self.max_num_seqs, slots), peer, self._spans, plan.backup)

@@ -8,9 +8,11 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from ssd.devices import upload
 from ssd.engine.decoder import SlotDecoder
 from ssd.engine.kv import Abort, Trunk
 from ssd.engine.queries import Fed, Queries
+from ssd.engine.shares import SharedTransformer
 from ssd.engine.transformer import SlotTransformer
 from ssd.models import LoadedModel
 
@@ -21,7 +23,10 @@ class SlotModel:
     def __init__(self, model: LoadedModel, rows: int, slots: int) -> None:
         self.device, self.vocab_size = model.device, model.vocab_size
         self.cache: SlotDecoder | SlotTransformer
-        self.cache = SlotTransformer(model, rows, slots) if model.decoder is None else SlotDecoder(model.decoder, rows, slots)
+        if model.team is not None:
+            self.cache = SharedTransformer(model, rows, slots, model.team)
+        else:
+            self.cache = SlotTransformer(model, rows, slots) if model.decoder is None else SlotDecoder(model.decoder, rows, slots)
 
     @property
     def slots(self) -> int:
@@ -54,4 +59,4 @@ def chain(trunk: Trunk, tokens: Sequence[int], wanted: int, device: torch.device
     """Return queries that feed `tokens` after the text; logits are wanted after the last so many."""
     slots, visible = trunk.chain(len(tokens))
     positions = np.arange(trunk.length, trunk.length + len(tokens))
-    return Queries(torch.tensor(tokens, device=device), positions, slots, visible, wanted)
+    return Queries(upload(np.array(tokens, dtype=np.int64), device), positions, slots, visible, wanted)

@@ -151,7 +151,7 @@ def _fast(name: str, layer: nn.Module, left: list[str], int8: bool) -> FastLinea
         return None
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, torch.Tensor)
-    if weight.device.type != "cpu" or not (int8 or fits_bf16(weight)):
+    if not weight.is_cpu or not (int8 or fits_bf16(weight)):
         left.append(name)
         return None
     assert bias is None or isinstance(bias, torch.Tensor)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ssd.engine.graphs import sampling_graphs
 from ssd.engine.link import Setup, Start
 from ssd.sampling import Before, Parameters, Purpose, draw, log_law, noise_key, outcome_scores, press, processed
 
@@ -47,19 +48,17 @@ class Proposer:
 
     def step(self, logits: torch.Tensor, before: Before, prefix: torch.Tensor, place: int, after_hit: bool) -> Step:
         """Draw the token at `place` 0.. of a draft for each column. logits [B, vocabulary], prefix [B] hashes of what stands before."""
-        scores = processed(logits, self.parameters, before)
-        if scores is not logits:
-            # Where the request bars all that this draft can say, any law is as right: what it says is rejected.
-            scores = torch.where((scores > -torch.inf).any(-1, keepdim=True), scores, logits)
-        if self.greedy:
-            return Step(scores, None, scores.argmax(-1))
-        log_q = self._pressed(log_law(scores, self.parameters), place, after_hit)
-        purpose = Purpose.TARGET if self.coupled else Purpose.DRAFT
-        return Step(scores, log_q, draw(log_q, noise_key(self.seed, purpose, before.length, prefix)))
-
-    def _pressed(self, log_q: torch.Tensor, place: int, after_hit: bool) -> torch.Tensor:
         pressing = self.pressing[after_hit]
-        return log_q if self.coupled or place >= len(pressing) else press(log_q, *pressing[place])
+        pressed = None if self.coupled or place >= len(pressing) else pressing[place]
+        purpose = Purpose.TARGET if self.coupled else Purpose.DRAFT
+        arguments = logits, self.parameters, before, pressed, purpose, self.seed, prefix
+        # What reads the whole text is of another size each time.
+        graphs = None if self.reads_prefix else sampling_graphs(logits.device)
+        if graphs is None:
+            return _step(*arguments)
+        scores, log_q, tokens = graphs.play(_step, *arguments)
+        # The next step of these sizes writes over them.
+        return Step(scores.clone(), None if log_q is None else log_q.clone(), tokens.clone())
 
     def rank(self, scores: torch.Tensor, length: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
         """Return what bonus tokens are ranked by at n places, [n, vocabulary]; length and prefix [n] of what stands before each.
@@ -70,3 +69,25 @@ class Proposer:
             return scores
         keys = noise_key(self.seed, Purpose.TARGET, length, prefix) if self.ranking == "shared_noise" else None
         return outcome_scores(scores, log_law(scores, self.parameters), keys)
+
+
+def _step(
+    logits: torch.Tensor,
+    parameters: Parameters,
+    before: Before,
+    pressed: tuple[float, int] | None,
+    purpose: Purpose,
+    seed: torch.Tensor,
+    prefix: torch.Tensor,
+) -> Step:
+    """Draw a token for each column from its law, of which Saguaro has `pressed` some down: factor and count."""
+    scores = processed(logits, parameters, before)
+    if scores is not logits:
+        # Where the request bars all that this draft can say, any law is as right: what it says is rejected.
+        scores = torch.where((scores > -torch.inf).any(-1, keepdim=True), scores, logits)
+    if parameters.greedy:
+        return Step(scores, None, scores.argmax(-1))
+    log_q = log_law(scores, parameters)
+    if pressed is not None:
+        log_q = press(log_q, *pressed)
+    return Step(scores, log_q, draw(log_q, noise_key(seed, purpose, before.length, prefix)))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 
 import numpy as np
 import torch
 
+from ssd.devices import upload
 from ssd.engine.forward import SlotModel, chain
+from ssd.engine.graphs import sampling_graphs
 from ssd.engine.kv import Trunk
 from ssd.engine.packed import Laws
 from ssd.engine.prefix import PREFILL_CHUNK, gains_by_waiting, place_for, share_prefix
@@ -164,32 +166,32 @@ class Target:
 
     def _judge(self, logits: Sequence[torch.Tensor], rows: Sequence[TargetRow], drafts: Sequence[Proposal]) -> list[Verdict]:
         """Return what each of n rows emits. logits `[K+1, vocabulary]` of each row's draft of K tokens; one transfer to the host."""
-        n, vocab_size = len(rows), logits[0].shape[-1]
-        width = max(map(len, logits))
+        width, vocab_size = max(map(len, logits)), logits[0].shape[-1]
         every, judged = self._parameters(rows, width, vocab_size), list(zip(rows, drafts, strict=True))
         # A shorter draft is filled up; what is read there, nobody uses.
         stacked = torch.stack(list(logits)) if min(map(len, logits)) == width else torch.nn.utils.rnn.pad_sequence(list(logits), True)
         length = np.array([len(row.tokens) for row in rows])[:, None] + np.arange(width)
         ids = self._ids(rows, drafts, width) if every.reads_prefix else None
-        scores = processed(stacked.flatten(0, 1), every, Before(self._upload(length.reshape(-1)), ids))
-        # Where all rows are greedy only the largest counts, and it is the same before and after.
-        log_p = scores if every.greedy else log_law(scores, every)
+        before = Before(self._upload(length.reshape(-1)), ids)
         accept, target = (None, None) if every.greedy else self._keys(rows, drafts, length)
         # Where nothing was drafted, rejection comes to the draw that coupling makes.
         couples = [row.params.verification == "coupled" or row.params.temperature == 0 or not draft.tokens for row, draft in judged]
         if all(couples):
             # The target's own tokens are all that is read back: a draft token stands where it is the same.
-            own = draw(log_p, None if target is None else target.flatten()).view(n, width).tolist()
+            own = self._played(_own, stacked, every, before, target).tolist()
             outcomes = [_agreed(draft.tokens, tokens) for draft, tokens in zip(drafts, own, strict=True)]
         else:
-            log_p = log_p.view(n, width, vocab_size)
-            mixed = torch.tensor(couples, device=stacked.device) if any(couples) else False
-            found = verify(log_p, self._proposed(drafts, log_p), mixed, accept, target)
-            outcomes = torch.stack([found.accepted, found.bonus], -1).tolist()
+            mixed = self._upload(np.array(couples)) if any(couples) else False
+            outcomes = self._played(_verified, stacked, every, before, self._proposed(drafts, stacked), mixed, accept, target).tolist()
         return [
             Verdict(accepted, bonus, _logprobs(own, [*draft.tokens[:accepted], bonus], row.params.logprobs))
             for (accepted, bonus), own, draft, row in zip(outcomes, logits, drafts, rows, strict=True)
         ]
+
+    def _played(self, function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+        """Call a function of tensors, from a graph where there are graphs; what reads the whole text is of another size each time."""
+        graphs = None if self._parameters_of[1].reads_prefix else sampling_graphs(self.model.device)
+        return function(*arguments) if graphs is None else graphs.play(function, *arguments)
 
     def _parameters(self, rows: Sequence[TargetRow], width: int, vocab_size: int) -> Parameters:
         """Return the rows' parameters side by side, each for `width` places: those of the last rounds where the rows are the same."""
@@ -200,19 +202,19 @@ class Target:
             self._parameters_of[width] = self._parameters_of[1].repeated(width)
         return self._parameters_of[width]
 
-    def _proposed(self, drafts: Sequence[Proposal], log_p: torch.Tensor) -> Proposed:
-        _, width, vocab_size = log_p.shape
+    def _proposed(self, drafts: Sequence[Proposal], logits: torch.Tensor) -> Proposed:
+        _, width, vocab_size = logits.shape
         tokens = torch.zeros(len(drafts), width - 1, dtype=torch.long)
         has_q = torch.tensor([draft.laws is not None for draft in drafts])
-        q = torch.zeros(len(drafts), width - 1, vocab_size, dtype=log_p.dtype) if bool(has_q.any()) else None
+        q = torch.zeros(len(drafts), width - 1, vocab_size, dtype=logits.dtype) if bool(has_q.any()) else None
         for place, draft in enumerate(drafts):
             count = len(draft.tokens)
             tokens[place, :count] = torch.tensor(draft.tokens, dtype=torch.long)
             if q is not None and draft.laws is not None:
                 q[place, :count] = draft.laws.dense(vocab_size)[:count]
         drafted = torch.tensor([len(draft.tokens) for draft in drafts])
-        device = self.model.device
-        return Proposed(tokens.to(device), drafted.to(device), None if q is None else q.to(device), None if q is None else has_q.to(device))
+        tokens, drafted = self._upload(tokens.numpy()), self._upload(drafted.numpy())
+        return Proposed(tokens, drafted) if q is None else Proposed(tokens, drafted, self._upload(q.numpy()), self._upload(has_q.numpy()))
 
     def _keys(self, rows: Sequence[TargetRow], drafts: Sequence[Proposal], length: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys of the acceptances `[n, width - 1]` and of the target's draws `[n, width]`: each knows the tokens before it."""
@@ -228,10 +230,37 @@ class Target:
     def _ids(self, rows: Sequence[TargetRow], drafts: Sequence[Proposal], width: int) -> torch.Tensor:
         """Return the tokens before each place, `[n * width, longest]`, -1 in front."""
         texts = [[*row.tokens, *draft.tokens[:k]] for row, draft in zip(rows, drafts, strict=True) for k in range(width)]
-        return padded(texts).to(self.model.device, non_blocking=True)
+        return self._upload(padded(texts).numpy())
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.model.device, non_blocking=True)
+        return upload(array, self.model.device)
+
+
+def _own(logits: torch.Tensor, parameters: Parameters, before: Before, target: torch.Tensor | None) -> torch.Tensor:
+    """Return the target's own token at each place, `[n, width]`, of logits `[n, width, vocabulary]`; keys target [n, width]."""
+    log_p = _law(logits, parameters, before)
+    return draw(log_p, None if target is None else target.flatten()).view(logits.shape[:2])
+
+
+def _verified(
+    logits: torch.Tensor,
+    parameters: Parameters,
+    before: Before,
+    drafts: Proposed,
+    couples: torch.Tensor | bool,
+    accept: torch.Tensor | None,
+    target: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return how many tokens of each draft stand and the token after them, `[n, 2]`; arguments as for `_own` and `verify`."""
+    found = verify(_law(logits, parameters, before).view(logits.shape), drafts, couples, accept, target)
+    return torch.stack([found.accepted, found.bonus], -1)
+
+
+def _law(logits: torch.Tensor, parameters: Parameters, before: Before) -> torch.Tensor:
+    """Return log p at all places, `[n * width, vocabulary]`."""
+    scores = processed(logits.flatten(0, 1), parameters, before)
+    # Where all rows are greedy only the largest counts, and it is the same before and after.
+    return scores if parameters.greedy else log_law(scores, parameters)
 
 
 def _agreed(drafted: Sequence[int], own: Sequence[int]) -> tuple[int, int]:

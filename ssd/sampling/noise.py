@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -124,6 +124,5 @@ def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return parts.log1p_().neg_().log_().neg_()
 
 
-@lru_cache(maxsize=4)
 def _steps(vocab_size: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, vocab_size + 1, device=device) * GOLDEN

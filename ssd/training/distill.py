@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ssd.devices import training_device
+from ssd.devices import is_cpu, training_device
 from ssd.models import DRAFT_VOCABULARY, Source, check_architecture, locate
 from ssd.progress import Progress
 from ssd.prompts import prompts as known_prompts
@@ -97,7 +97,7 @@ def distill(out: Path, recipe: DistillRecipe, progress: Progress) -> DraftReport
 
 def _load(source: Source) -> PreTrainedModel:
     # On a CPU bf16 would only round: there is no memory to save for.
-    dtype = torch.float32 if training_device().type == "cpu" else "auto"
+    dtype = torch.float32 if is_cpu(training_device()) else "auto"
     return load(source.folder, dtype, **source.arguments)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ssd.devices import has_fast_bf16, training_device
+from ssd.devices import has_fast_bf16, is_cpu, training_device
 from ssd.progress import Progress
 from ssd.specs import Spec
 
@@ -66,7 +66,7 @@ def fit(
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={"num_decay_steps": max(1, schedule.steps // 4), "decay_type": "linear"},
         bf16=has_fast_bf16(training_device()),
-        use_cpu=training_device().type == "cpu",
+        use_cpu=is_cpu(training_device()),
         seed=schedule.seed,
         train_sampling_strategy="sequential",
         save_steps=checkpoint_every,
