@@ -67,8 +67,13 @@ class Engine:
         """
         if not isinstance(plan, Plan):
             raise ValueError(f"plan={plan!r} is no Plan: make one with ssd.plan or read one with Plan.load")
-        if 0 < rank() < shares(plan.placement.target):
-            follow(plan.placement.target, rank(), shares(plan.placement.target))
+        count = shares(plan.placement.target)
+        if 0 < rank() < count:
+            follow(plan.placement.target, rank(), count)
+        if rank():
+            raise ValueError(
+                f"placement.target={plan.placement.target} leaves nothing to do for torchrun's process {rank()}: start {count} a machine"
+            )
         if not isinstance(deadline, int | float) or not 0 < deadline <= LONGEST_DEADLINE:
             raise ValueError(f"deadline={deadline}: give the seconds to wait for a draft, more than 0 and at most {LONGEST_DEADLINE:.0f}")
         self.max_num_seqs = _count("max_num_seqs", plan.workload.batch_size if max_num_seqs is None else max_num_seqs)
