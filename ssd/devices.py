@@ -148,6 +148,11 @@ def available_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
+def processes() -> int:
+    """Return how many processes torchrun started on this machine, 1 for one that it did not start."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def core_ids() -> tuple[str, ...]:
     """Return the ids of the cores that this process may run on."""
     return tuple(f"{CORE}:{core}" for core in available_cores())

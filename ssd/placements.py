@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssd.devices import are_cores
+from ssd.devices import are_cores, processes
 from ssd.specs import Hardware, Placement
 
 Ids = tuple[str, ...]
@@ -22,11 +22,12 @@ def placements(hardware: Hardware) -> tuple[Placement, ...]:
 
 def _splits(hardware: Hardware) -> list[tuple[Ids, Ids]]:
     ids = _ids(hardware)
-    if _one_each(hardware):
-        accelerators, cores = (tuple(device.id for device in hardware.devices if device.is_core == cores) for cores in (False, True))
+    if _runs_here(hardware):
+        found = tuple(device.id for device in hardware.devices if not device.is_core)
+        cores = tuple(name for name in ids if name not in found)
         # Beside a single accelerator the draft gets the cores, but for the one that feeds it.
-        draft = accelerators[1:][-1:] or cores[1:] or cores
-        return [(accelerators[:1], draft)] if draft else []
+        draft = found[processes() :][-1:] or cores[1:] or cores
+        return [(_whole(hardware), draft)] if draft else []
     if are_cores(ids):
         return [(ids[:-size], ids[-size:]) for size in sorted({1, len(ids) // 4}) if 1 <= size < len(ids)]
     return [(ids[:count], ids[-size:]) for size in DRAFT_DEVICES if size < len(ids) for count in _degrees(len(ids) - size)]
@@ -38,11 +39,11 @@ def _degrees(most: int) -> list[int]:
 
 
 def _whole(hardware: Hardware) -> Ids:
-    return _ids(hardware)[:1] if _one_each(hardware) else _ids(hardware)
+    return _ids(hardware)[: processes()] if _runs_here(hardware) else _ids(hardware)
 
 
-def _one_each(hardware: Hardware) -> bool:
-    # What is local will be run, and the engine runs a model on one accelerator.
+def _runs_here(hardware: Hardware) -> bool:
+    # What is local will be run: the target on as many accelerators as torchrun has started processes, the draft on one.
     return hardware.is_local and not are_cores(_ids(hardware))
 
 

@@ -49,6 +49,14 @@ def test_local_accelerators_hold_one_model_each_as_the_engine_runs_them():
     assert placements(here) == (Placement(target=first, draft=last), Placement(target=first, draft=first))
 
 
+def test_under_torchrun_the_target_has_as_many_local_accelerators_as_there_are_processes(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    here = ssd.Hardware.named("5xH100-SXM").model_copy(update={"is_local": True})
+    four, last = tuple(f"cuda:{place}" for place in range(4)), ("cuda:4",)
+    assert placements(here) == (Placement(target=four, draft=last), Placement(target=four, draft=four))
+    assert len(placements(cores(4))) == 3
+
+
 def test_int8_is_for_drafts_on_a_cpu_and_automatic_for_large_ones():
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     small, large = (SimpleNamespace(parameters=count) for count in (99_999_999, 100_000_000))

@@ -87,8 +87,9 @@ class Engine:
         """
         if not isinstance(plan, Plan):
             raise ValueError(f"plan={plan!r} is no Plan: make one with ssd.plan or read one with Plan.load")
-        if 0 < rank() < shares(plan.placement.target):
-            follow(plan.placement.target, rank(), shares(plan.placement.target))
+        count = shares(plan.placement.target)
+        if 0 < rank() < count:
+            follow(plan.placement.target, rank(), count)
         if rank():
             _serve_rank(plan)
         if not isinstance(deadline, int | float) or not 0 < deadline <= LONGEST_DEADLINE:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ssd.devices import are_cores, cpu, index, pin, torch_device
+from ssd.devices import are_cores, cpu, index, pin, processes, torch_device
 from ssd.engine.graphs import Shape
 from ssd.engine.kv import Abort
 from ssd.engine.transformer import SlotTransformer
@@ -43,7 +43,7 @@ FOR_EVER = timedelta(days=365)
 def shares(target: Ids) -> int:
     """Return over how many processes a target on these devices is split: one for each accelerator, and on cores as many as torchrun started
     here. ValueError where it did not start enough."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here = processes()
     if are_cores(target):
         return min(here, len(target))
     if here < len(target):
