@@ -2,8 +2,8 @@
 
 python -m benchmarks.link_delay [--delays 0 1 5] [--repeats N]: needs Linux, two cores and the right to make network namespaces. The
 other host is such a namespace behind a virtual link; where it has a delay (ms, one way), a process hands packets on after it, on cores
-that the two models use as well. Prints a Markdown table. Predicted is what the simulator says with a profile of this machine whose
-`link_seconds` is replaced by the latency that the engine measured.
+that the two models use as well. Prints a Markdown table. Predicted is what the simulator says with a profile of this machine, its link
+slower by as much as the engine measured the latency to be.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import ssd
 from ssd.devices import available_cores
@@ -82,14 +83,15 @@ def measured(engine: Engine, repeats: int) -> dict[str, tuple[float, float | Non
 
 
 def predicted(known: Profile, place: Placement, link_seconds: float) -> dict[str, float]:
-    """Tokens a second of each mode, by the simulator, with this link."""
-    its = known.model_copy(update={"link_seconds": link_seconds})
+    """Tokens a second of each mode, by the simulator, with a link that takes so much longer than the profile's as it does."""
     found = {}
     for mode, configuration in ways(place).items():
-        speed = pace(its, place if mode != "ar" else Placement(target=place.target, draft=place.draft), configuration.mode)
+        speed = pace(known, place, configuration.mode)
         assert speed is not None, "the profile has these cores"
+        if mode != "ar":
+            speed = replace(speed, link_seconds=speed.link_seconds + max(0.0, link_seconds - known.link_seconds))
         load = Workload(output_tokens=TOKENS, prompt_tokens=64)
-        found[mode] = play(configuration, speed, outcome_model(its).simulated(), load).tokens_per_second
+        found[mode] = play(configuration, speed, outcome_model(known).simulated(), load).tokens_per_second
     return found
 
 
