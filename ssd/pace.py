@@ -61,7 +61,7 @@ def pace(profile: Profile, placement: Placement, mode: Mode, verification: Verif
         verify=_verify(verify, cost),
         step=step,
         alone=waited,
-        link_seconds=0.0 if mode == "ar" else profile.link_seconds if cost is None else cost.answer / 2,
+        link_seconds=0.0 if mode == "ar" else max(0.0, profile.link_seconds + (cost.answer / 2 if cost else 0.0)),
         # Computed forwards were calibrated on AR, with all that its rounds take.
         overhead_seconds=0.0 if mode == "ar" and verify.source == "roofline" else profile.overhead_seconds,
         prefill_seconds_per_token=profile.prefill_seconds_per_token,

@@ -83,7 +83,7 @@ def round_cost(raw: Pace, watched: Sequence[Watched]) -> RoundCost | None:
         verification=first.verification,
         tokens=tuple(tokens for tokens, _ in points),
         verify=tuple(seconds for _, seconds in points),
-        answer=max(0.0, answer),
+        answer=answer - 2 * raw.link_seconds if first.mode != "ar" else 0.0,
         step=step,
         build_step=build_step,
     )

@@ -292,7 +292,10 @@ class RoundCost(Spec):
     verification: Verification = Field("rejection", description="how drafts were verified above temperature 0 (no unit)")
     tokens: tuple[float, ...] = Field(min_length=1, description="mean tokens in a verification, rising (count)")
     verify: tuple[float, ...] = Field(min_length=1, description="a verification, above a forward of so many, for each; seconds")
-    answer: float = Field(0.0, ge=0, description="from the leaving of the outcomes to the coming of drafts that lay ready, seconds")
+    answer: float = Field(
+        0.0,
+        description="from the leaving of the outcomes to the coming of drafts that lay ready, above two messages over the link; seconds",
+    )
     step: float = Field(0.0, description="a draft token of every row while the target waits, above the draft's forward; seconds")
     build_step: float = Field(0.0, description="a step of all branches beside a verification, above the draft's forward; seconds")
 

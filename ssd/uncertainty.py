@@ -95,7 +95,7 @@ def sensitivity(best: Played, played: Sequence[Played], search: Search, value: C
     inputs: list[tuple[str, str, float, tuple[float, float], Callable[[float], Mode]]] = [
         ("acceptance", "", alpha, (0.01, 0.99), lambda x: ahead(search.of(search.outcomes.at(x)), lambda pace: pace)),
         ("a draft step", "s", step, (0.0, reach), lambda x: ahead(search, lambda pace: _drafting(pace, x - step))),
-        ("link, one way", "s", link, (0.0, FARTHEST * max(link, UNNOTICED)), lambda x: ahead(search, lambda pace: _linked(pace, x, link))),
+        ("link, one way", "s", link, (0.0, FARTHEST * max(link, UNNOTICED)), lambda x: ahead(search, lambda pace: _linked(pace, x - link))),
     ]
     return tuple(_thresholds(*each, best.configuration.mode) for each in inputs)
 
@@ -110,9 +110,9 @@ def _drafting(pace: Pace, more: float) -> Pace:
     return replace(pace, step=step, alone=alone)
 
 
-def _linked(pace: Pace, seconds: float, known: float) -> Pace:
-    """The pace with another link where it has that one; AR has none."""
-    return replace(pace, link_seconds=seconds) if pace.link_seconds == known else pace
+def _linked(pace: Pace, more: float) -> Pace:
+    """The pace with messages that take so many seconds more, or less if it is negative, down to none; AR sends none."""
+    return replace(pace, link_seconds=max(0.0, pace.link_seconds + more)) if pace.placement.draft else pace
 
 
 def _thresholds(name: str, unit: str, value: float, ends: tuple[float, float], ahead: Callable[[float], Mode], own: Mode) -> Sensitivity:
