@@ -15,7 +15,6 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import ssd
 from ssd.devices import available_cores
@@ -84,12 +83,10 @@ def measured(engine: Engine, repeats: int) -> dict[str, tuple[float, float | Non
 
 def predicted(known: Profile, place: Placement, link_seconds: float) -> dict[str, float]:
     """Tokens a second of each mode, by the simulator, with a link that takes so much longer than the profile's as it does."""
-    found = {}
+    found, there = {}, known.model_copy(update={"link_seconds": max(known.link_seconds, link_seconds)})
     for mode, configuration in ways(place).items():
-        speed = pace(known, place, configuration.mode)
+        speed = pace(there, place, configuration.mode)
         assert speed is not None, "the profile has these cores"
-        if mode != "ar":
-            speed = replace(speed, link_seconds=speed.link_seconds + max(0.0, link_seconds - known.link_seconds))
         load = Workload(output_tokens=TOKENS, prompt_tokens=64)
         found[mode] = play(configuration, speed, outcome_model(known).simulated(), load).tokens_per_second
     return found
