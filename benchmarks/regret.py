@@ -45,6 +45,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ways", default="lists,budget,anytime", help="how outcomes are chosen and the cache is built")
     parser.add_argument("--backups", default="jit,none,ngram")
     parser.add_argument("--output-tokens", type=int, default=48)
+    parser.add_argument("--first-tokens", type=int, help="of the first round, doubled in each that follows up to --output-tokens (default)")
     parser.add_argument("--final-batches", type=int, default=6, help="batches of prompts that the finalists are measured on")
     parser.add_argument("--table", action="store_true", help="print what --out holds and measure nothing")
     return parser.parse_args(arguments)
@@ -86,8 +87,8 @@ class Case:
 class Race:
     """The plan and the grid on one engine, over batches of prompts."""
 
-    def __init__(self, engine: ssd.Engine, case: Case, texts: Sequence[str], output_tokens: int) -> None:
-        self.engine, self.case, self.output_tokens = engine, case, output_tokens
+    def __init__(self, engine: ssd.Engine, case: Case, texts: Sequence[str], output_tokens: int, first_tokens: int | None = None) -> None:
+        self.engine, self.case, self.output_tokens, self.first_tokens = engine, case, output_tokens, first_tokens or output_tokens
         size = case.batch_size
         self.batches = [texts[i : i + size] for i in range(0, len(texts) - size + 1, size)]
         self.speeds: dict[Configuration, list[float]] = {}
@@ -96,7 +97,7 @@ class Race:
         """Tokens a second of a batch, the first token of each request apart."""
         params = [
             SamplingParams(
-                max_tokens=self.output_tokens,
+                max_tokens=min(self.output_tokens, self.first_tokens << number),
                 temperature=self.case.temperature,
                 ignore_eos=True,
                 seed=1000 * number + row,
@@ -139,7 +140,7 @@ def measure(
     with ssd.Engine.from_plan(_widest(plan, rivals), max_num_seqs=case.batch_size) as engine:
         # Its profile begins with the same prompts: these are others as far as there are so many.
         texts = prompts(case.prompt_set, 32, engine.pair.tokenizer)
-        race = Race(engine, case, texts, asked.output_tokens)
+        race = Race(engine, case, texts, asked.output_tokens, asked.first_tokens)
         race.round([chosen], 0)
         left, rounds = race.finalists(chosen, rivals)
         found = [race.round(left, rounds + number) for number in range(asked.final_batches)]
