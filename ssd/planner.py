@@ -189,7 +189,7 @@ def _check_reach(profile: Profile, batch_size: int) -> None:
             )
 
 
-def _paces(profile: Profile, hardware: Hardware, models: Models, verification: Verification) -> list[tuple[Mode, Pace]]:
+def _paces(profile: Profile, hardware: Hardware, models: Models, verification: Verification = "rejection") -> list[tuple[Mode, Pace]]:
     """Return each mode at each placement that the profile has tables for."""
     found: list[tuple[Mode, Pace | None]] = []
     for place in placements(hardware):
