@@ -336,7 +336,7 @@ def test_a_result_that_cannot_be_written_is_a_mistake_too(saved, capsys):
 
 
 def test_a_failure_that_is_not_the_users_is_one_line_and_exit_code_1(saved, capsys, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("the draft's process did not start: it rains")
 
     monkeypatch.setattr("ssd.engine.engine.Engine.from_plan", fail)

@@ -321,13 +321,17 @@ def test_rows_of_unequal_width_do_not_see_each_other_or_their_padding():
     model = loaded(tiny_model("qwen2", 43))
 
     def forward(rows, count=3):
+        slotted = SlotModel(model, count, 9)
         queries = {
             index: Queries(
-                torch.tensor(row), np.arange(len(row)), np.arange(1, len(row) + 1), np.tri(len(row), 9, 1, dtype=bool) & (np.arange(9) > 0)
+                torch.tensor(row),
+                np.arange(len(row)),
+                np.arange(1, len(row) + 1),
+                np.tri(len(row), slotted.slots, 1, dtype=bool) & (np.arange(slotted.slots) > 0),
             )
             for index, row in rows.items()
         }
-        return SlotModel(model, count, 9).forward(queries)
+        return slotted.forward(queries)
 
     alone = [forward({0: row}, 1)[0] for row in ([5, 6, 7], [8], [9, 10])]
     # Rows side by side, apart with an idle one between them, and in any order.
