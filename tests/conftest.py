@@ -21,6 +21,16 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _short_profiles():
+    """A real profile averages over seconds for the sake of its numbers, which no test reads; programs that tests start do."""
+    from ssd import profiler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "LEAST_SECONDS", 0.01)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory):
     """Paths of a tiny random target and its noisy draft."""
