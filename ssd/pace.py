@@ -9,6 +9,9 @@ import numpy as np
 from sim.latency import Latency
 from ssd.specs import ForwardLatency, Mode, Placement, Profile, RoundCost, Verification
 
+# Of a forward alone, what it takes in a round at the least.
+LEAST_SHARE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -68,16 +71,21 @@ def pace(profile: Profile, placement: Placement, mode: Mode, verification: Verif
     )
 
 
+def _together(forward: float, more: float) -> float:
+    """Seconds of a forward in a round. It cannot take much less there than alone: where it seems to, the machine was slow when it was alone."""
+    return max(forward + more, LEAST_SHARE * forward)
+
+
 def _verify(table: ForwardLatency, cost: RoundCost | None) -> Latency:
     forward = Latency(table.tokens, table.seconds)
     if cost is None:
         return forward
     sizes = sorted({*table.tokens, *cost.tokens})
-    return Latency.of({size: max(0.0, forward(size) + float(np.interp(size, cost.tokens, cost.verify))) for size in sizes})
+    return Latency.of({size: _together(forward(size), float(np.interp(size, cost.tokens, cost.verify))) for size in sizes})
 
 
 def _raised(table: ForwardLatency, by: float) -> Latency:
-    return Latency(table.tokens, tuple(max(0.0, seconds + by) for seconds in table.seconds))
+    return Latency(table.tokens, tuple(_together(seconds, by) for seconds in table.seconds))
 
 
 def _step(alone: Latency, beside: Latency) -> Latency:

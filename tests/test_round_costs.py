@@ -79,11 +79,14 @@ def test_the_pace_is_that_of_the_tables_and_the_costs_together():
     assert its.link_seconds == pytest.approx(0.2e-3 + 0.4e-3)
 
 
-def test_no_forward_takes_less_than_no_time():
+def test_a_forward_in_a_round_takes_half_of_what_it_takes_alone_or_more():
     cost = told("ssd", APART, verify=(-1.0, -1.0)).model_copy(update={"step": -1.0, "build_step": -1.0})
-    its = pace(TABLES.model_copy(update={"rounds": (cost,)}), APART, "ssd")
+    raw, its = (pace(TABLES.model_copy(update={"rounds": rounds}), APART, "ssd") for rounds in ((), (cost,)))
+    assert raw is not None
     assert its is not None
-    assert its.verify(1) == its.verify(5) == its.alone(1) == its.step(4) == 0
+    for size in (1, 4, 16):
+        for ours, alone in ((its.verify, raw.verify), (its.alone, raw.alone), (its.step, raw.step)):
+            assert ours(size) == pytest.approx(alone(size) / 2)
 
 
 def test_each_mode_and_place_has_its_own_costs_and_each_verification_where_it_was_watched():
