@@ -72,7 +72,7 @@ def pace(profile: Profile, placement: Placement, mode: Mode, verification: Verif
 
 
 def _together(forward: float, more: float) -> float:
-    """Seconds of a forward in a round. It cannot take much less there than alone: where it seems to, the machine was slow when it was alone."""
+    """Seconds of a forward in a round: not much less than alone; where it seems so, the machine was slow when it was alone."""
     return max(forward + more, LEAST_SHARE * forward)
 
 
