@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from sim.timeline import Timeline
     from ssd.progress import Progress
 
-# Simulated requests of a case: enough for a standard error of about 1 %.
-SIMULATED_REQUESTS = 200
+# Simulated requests of a case: texts differ much, and are drawn at random.
+SIMULATED_REQUESTS = 1000
 
 
 class Case(Spec):
