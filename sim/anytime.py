@@ -76,8 +76,12 @@ class AnytimeDraft(Draft):
         self.sent: dict[str, int] = {}
         self.behind = 0
 
+    def _told(self, turn: Turn) -> list[Place]:
+        """The outcomes that it tells of, by the places of their rows."""
+        return [(self.places.get(outcome.request, -1), outcome.accepted, outcome.rank) for outcome in turn.outcomes]
+
     def _built(self, turn: Turn) -> list[Owner]:
-        places = [(self.places.get(outcome.request, -1), outcome.accepted, outcome.rank) for outcome in turn.outcomes]
+        places = self._told(turn)
         self.device.coming = frozenset(places)
         self.device.build(turn.arrived, False)
         self.device.coming = frozenset()
@@ -92,7 +96,7 @@ class AnytimeDraft(Draft):
 
     def _proposals(self, turn: Turn, owners: Sequence[Owner]) -> list[Proposal]:
         device, K, start = self.device, self.K, self.device.now
-        places = [(self.places.get(outcome.request, -1), outcome.accepted, outcome.rank) for outcome in turn.outcomes]
+        places = self._told(turn)
         steps = [device.steps.get(place, 0) for place in places]
         lengths = [min(K, count) for count in steps]
         hits = [length > 0 for length in lengths]
