@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 SIMULATED_REQUESTS = 1000
 
 
+# Token ids of all prompts, cut or filled to each length that is asked for.
+Pools = Mapping[int, Sequence[tuple[int, ...]]]
+
+
 class Case(Spec):
     """One configuration under one load: so many requests at once, each with a prompt and an output of the same length."""
 
@@ -187,7 +191,8 @@ def validate(
     chosen = tuple(cases(hardware) if chosen is None else chosen)
     tell = progress or (lambda *_: None)
     _check(hardware, models, chosen, output_tokens, repeats)
-    texts = list(prompts or prompt_texts(prompt_set, None))
+    texts, tokenizer = list(prompts or prompt_texts(prompt_set, None)), inspect(models).tokenizer
+    pools = {length: of_length(texts, length, tokenizer) for length in {case.prompt_tokens for case in chosen}}
     loads = {case: _load(case, chosen, output_tokens, prompt_set) for case in chosen}
     profiles: dict[Workload, Profile] = {}
     for number, load in enumerate(dict.fromkeys(loads.values())):
@@ -195,12 +200,12 @@ def validate(
         def told(what: str, share: float, load: Workload = load, number: int = number) -> None:
             tell(f"profile of {_title(load)}: {what}", 0.5 * (number + share) / len(set(loads.values())))
 
-        its = _prompts(models, texts, load.prompt_tokens, repeats * load.batch_size)
+        its = _prompts(pools, load, repeats)
         profiles[load] = measure_profile(hardware, models, load, prompts=its, progress=told, ignore_eos=True, watch_rounds=False)
     watched = {Run(c, load) for case, load in loads.items() for c in _watched(case.configuration)}
     runs = {case: Run(case.configuration, load.model_copy(update={"batch_size": case.batch_size})) for case, load in loads.items()}
     asked = list(dict.fromkeys([*runs.values(), *watched]))
-    seen = _measured(hardware, models, asked, texts, repeats, lambda what, share: tell(what, 0.5 + 0.5 * share))
+    seen = _measured(hardware, models, asked, pools, repeats, lambda what, share: tell(what, 0.5 + 0.5 * share))
     rows = []
     for case, load in loads.items():
         cost = _cost(case.configuration, load, profiles[load], seen)
@@ -339,12 +344,10 @@ def _cost(configuration: Configuration, load: Workload, profile: Profile, seen: 
     return None if raw is None else round_cost(raw, found)
 
 
-def _measured(
-    hardware: Hardware, models: Models, asked: Sequence[Run], texts: Sequence[str], repeats: int, tell: Progress
-) -> dict[Run, Seen]:
+def _measured(hardware: Hardware, models: Models, asked: Sequence[Run], pools: Pools, repeats: int, tell: Progress) -> dict[Run, Seen]:
     first = min((run.configuration for run in asked), key=lambda c: ("ssd", "sd", "ar").index(c.mode))
     seen = {run: Seen() for run in asked}
-    waves = {run: _waves(models, run.load, texts, repeats) for run in asked}
+    waves = {run: _waves(pools, run.load, repeats) for run in asked}
     with Engine.from_plan(
         Plan.of(first, hardware=hardware, models=models), max_num_seqs=max(run.load.batch_size for run in asked)
     ) as engine:
@@ -361,15 +364,14 @@ def _measured(
     return seen
 
 
-def _prompts(models: Models, texts: Sequence[str], length: int, count: int) -> list[tuple[int, ...]]:
-    """Token ids of as many prompts of a length, another text each while there are any."""
-    return list(islice(cycle(of_length(texts, length, inspect(models).tokenizer)), count))
+def _prompts(pools: Pools, load: Workload, waves: int) -> list[tuple[int, ...]]:
+    """Prompts for so many waves of a load, another text each while there are any."""
+    return list(islice(cycle(pools[load.prompt_tokens]), waves * load.batch_size))
 
 
-def _waves(models: Models, load: Workload, texts: Sequence[str], repeats: int) -> list[list[tuple[int, ...]]]:
+def _waves(pools: Pools, load: Workload, repeats: int) -> list[list[tuple[int, ...]]]:
     """The prompts of each round of a load: those that were profiled, and before them others to warm up."""
-    size = load.batch_size
-    its = _prompts(models, texts, load.prompt_tokens, (repeats + 1) * size)
+    size, its = load.batch_size, _prompts(pools, load, repeats + 1)
     return [its[(again - 1) % (repeats + 1) * size :][:size] for again in range(repeats + 1)]
 
 
