@@ -16,6 +16,7 @@ from sim.outcomes import rounds_of
 from ssd.devices import pinned
 from ssd.engine.engine import Engine, Prompt
 from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
+from ssd.engine.peer import DraftPeer
 from ssd.engine.ngram import Lookup
 from ssd.engine.rehearsal import rehearse
 from ssd.lookup import accepted_lengths
@@ -252,7 +253,7 @@ class _Profiler:
         return [self._ask(Score(prompt + output, len(prompt)), Scored) for prompt, output in outputs]
 
     def _link(self) -> float:
-        if self.engine.peer is None:
+        if self._peer is None:
             return 0.0
         with pinned(self.engine.plan.placement.target):
             seconds = [_seconds_of(lambda: self._ask(Ping(), Ping)) for _ in range(50)]
@@ -305,28 +306,33 @@ class _Profiler:
 
     @contextmanager
     def _busy_draft(self, alone: bool) -> Iterator[None]:
-        if alone or self.engine.peer is None:
+        if alone or self._peer is None:
             yield
             return
-        self.engine.peer.tell(Rehearse(self.rows * BUSY_BRANCHES, self.context, 0))
+        self._peer.tell(Rehearse(self.rows * BUSY_BRANCHES, self.context, 0))
         try:
             yield
         finally:
             self._ask(Ping(), Rehearsed)
-            self.engine.peer.link.expect(Ping, deadline=self.engine.deadline)
+            self._peer.link.expect(Ping, deadline=self.engine.deadline)
 
     def _draft(self, place: Placement, tokens: int, repeats: int, alone: bool) -> list[float]:
         question = Rehearse(tokens, self.context, repeats)
-        if alone or self.engine.peer is None:
+        if alone or self._peer is None:
             return list(self._ask(question, Rehearsed).seconds)
-        link = self.engine.peer.link
-        self.engine.peer.tell(question)
+        link = self._peer.link
+        self._peer.tell(question)
         with pinned(place.target):
             rehearse(self.engine.loaded, self.rows * BUSY_TOKENS, self.context, lambda _: link.peek() is None)
         return list(link.expect(Rehearsed, deadline=self.engine.deadline).seconds)
 
+    @property
+    def _peer(self) -> DraftPeer | None:
+        """The draft's worker; of several, which are alike, the first."""
+        return self.engine.peer.peers[0] if self.engine.peer is not None else None
+
     def _ask(self, question: object, kind: type[T]) -> T:
-        peer = self.engine.peer
+        peer = self._peer
         answer = peer.ask(question, kind) if peer is not None else None
         if answer is None:
             raise RuntimeError(f"the draft was lost while profiling: {peer.lost if peer is not None else 'there is none'}")

@@ -30,9 +30,10 @@ def peak_bytes(pid: int) -> int | None:
 
 
 def processes(engine: Engine, configuration: Configuration) -> tuple[int, ...]:
-    """Return the process of the target, and that of the draft where one is at work on this host."""
-    peer = engine.peer if configuration.mode != "ar" else None
-    return (os.getpid(),) if peer is None or peer.process.pid is None else (os.getpid(), peer.process.pid)
+    """Return the process of the target, and those of the draft's workers that are at work on this host."""
+    drafts = configuration.mode != "ar" and engine.peer is not None
+    found = [peer.process.pid for peer in engine.peer.peers] if drafts and engine.peer is not None else []
+    return (os.getpid(), *(pid for pid in found if pid is not None))
 
 
 def planned_bytes(engine: Engine, configuration: Configuration) -> tuple[int, int]:

@@ -76,13 +76,15 @@ class Branches:
         self.visible[np.arange(len(slots)), slots] = True
         return Queries(self.tokens[step], self.positions + step, slots, self.visible)
 
-    def grow(self, logits: torch.Tensor, given: int | None = None) -> None:
-        """Take what the model said `[B, vocabulary]` and draft the next token of every column, or take the one that is given."""
+    def grow(self, logits: torch.Tensor, given: int | None = None, *, lawless: bool = True) -> None:
+        """Take what the model said `[B, vocabulary]` and draft the next token of every column, or take the one that is given.
+
+        lawless: whether a given token was drawn from no law of this model.
+        """
         step = self.fed
         scores, log_q, tokens = self._step(logits, step)
         if given is not None:
-            # Proposed by others: a point mass, with no law of ours.
-            log_q, tokens = None, torch.full_like(tokens, given)
+            log_q, tokens = None if lawless else log_q, torch.full_like(tokens, given)
         self.scores.append(scores)
         self.laws.append(log_q)
         self.tokens.append(tokens)

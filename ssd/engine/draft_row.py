@@ -90,6 +90,13 @@ class DraftRow:
         self.waves, self.sent, self.seen = [], (), None
         self.trunk.release_all_but(*([self.draft.slots[0]] if self.draft is not None else []))
 
+    def follow(self, tokens: tuple[int, ...], *, hit: bool) -> None:
+        """Take it that `tokens` are at the target, whoever drafted them; what was drafted here otherwise is dropped."""
+        self.hit = hit
+        if tokens != self.sent:
+            self.forget_draft()
+            self.sent, self.waves, self.seen = tokens, [], None
+
     def forget_draft(self) -> None:
         """Drop the draft, as if its outcome had not been in the cache."""
         self.draft = None
@@ -147,6 +154,8 @@ class Catch:
         visible = row.trunk.mask[None].copy()
         visible[0, slots[root:]] = True
         parts = np.zeros(1, dtype=int), np.array(row.tokens[-1:]), np.array([row.length - 1]), own[None], visible
-        row.draft = Branches(row.proposer, roots, *parts, after_hit=False)
+        row.draft = Branches(row.proposer, roots, *parts, after_hit=row.hit)
+        # What was looked up is a point mass; what another worker drafted was drawn from the law that is found here.
+        lawless = row.lookup is not None and not row.hit
         for place, token in enumerate((*self.given, None)):
-            row.draft.grow(logits[place : place + 1], token)
+            row.draft.grow(logits[place : place + 1], token, lawless=lawless)
