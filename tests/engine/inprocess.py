@@ -8,6 +8,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from ssd.engine.draft import Drafter
 from ssd.engine.draft_process import run
 from ssd.engine.group import DraftGroup
 from ssd.engine.kv import ATTENTION
-from ssd.engine.link import Link, LinkError, Setup, Shutdown
+from ssd.engine.link import Link, LinkError, Ready, Setup, Shutdown
 from ssd.engine.peer import DraftPeer
 from ssd.engine.scheduler import Request, Scheduler
 from ssd.engine.target import Target, slots_needed
@@ -32,6 +33,8 @@ from tests.tiny import EXTRA, GROUPED, tokenizer, vary
 NUMBERS = itertools.count()
 NOWHERE = Placement(target=("meta:0",), draft=("meta:0",))
 NEAR_TIE = 1e-3
+# Of a drafter in a thread, there is none to end.
+PROCESS = SimpleNamespace(pid=None, kill=lambda: None, wait=lambda timeout=None: None)
 
 
 def tiny_model(model_type: str, seed: int) -> PreTrainedModel:
@@ -168,22 +171,40 @@ class Watched(Link):
 
 
 @contextmanager
-def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, deadline: float = 20.0, rows: int = 1, workers: int = 1):
-    """Run so many drafters, each in a thread, and yield the Pair that talks to them."""
-    peers, fars, drafters, threads = [], [], [], []
-    for _ in range(workers):
-        link, far = joined(Counted, Watched)
-        drafters.append(Drafter(loaded(draft), far, rows, max_model_len, target.config.vocab_size))
-        threads.append(threading.Thread(target=_serve, args=(drafters[-1], far), daemon=True))
-        process = SimpleNamespace(kill=lambda: None, wait=lambda timeout=None: None)
-        peers.append(DraftPeer(process, link, deadline, target.config.vocab_size))
-        fars.append(far)
+def pair(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    max_model_len: int,
+    deadline: float = 20.0,
+    rows: int = 1,
+    workers: int = 1,
+    returns: bool = False,
+):
+    """Run so many drafters, each in a thread, and yield the Pair that talks to them. returns: whether one that is lost is started again."""
+    fars, drafters, threads = [None] * workers, [None] * workers, []
+
+    def start(index: int) -> Link:
+        link, fars[index] = joined(Counted, Watched)
+        drafters[index] = Drafter(loaded(draft), fars[index], rows, max_model_len, target.config.vocab_size)
+        threads.append(threading.Thread(target=_serve, args=(drafters[index], fars[index]), daemon=True))
         threads[-1].start()
+        return link
+
+    def respawn(index: int):
+        link = start(index)
+        fars[index].send(Ready())
+        return PROCESS, link
+
+    peers = [
+        DraftPeer(PROCESS, start(index), deadline, target.config.vocab_size, partial(respawn, index) if returns else None)
+        for index in range(workers)
+    ]
     try:
         yield Pair(loaded(target), peers[0] if workers == 1 else DraftGroup(peers), max_model_len, fars, drafters)
     finally:
-        for peer, thread in zip(peers, threads, strict=True):
-            peer.tell(Shutdown())
+        for peer in peers:
+            peer.close(Shutdown())
+        for thread in threads:
             thread.join(20)
 
 
