@@ -324,7 +324,8 @@ def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Plac
     """Refuse a pair whose weights and key-value slots (`slots` of target and draft) exceed the memory of where they are placed."""
     needs: dict[str, int] = {}
     room: dict[str, int] = {}
-    for drafts, source, ids, places in ((False, pair.target, placement.target, slots[0]), (True, pair.draft, placement.draft, slots[1])):
+    drafts_on = [(True, pair.draft, ids, slots[1]) for ids in placement.workers]
+    for drafts, source, ids, places in ((False, pair.target, placement.target, slots[0]), *drafts_on):
         if source is None or not ids:
             continue
         one = hardware.draws_on_one_memory(ids)

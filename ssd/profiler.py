@@ -268,7 +268,8 @@ class _Profiler:
         self.progress(f"forwards on {', '.join(place.devices)}", 0.4 + 0.3 * share)
         alone = place.overlaps or not place.draft
         if place.draft:
-            configuration = Configuration(mode="sd", num_speculative_tokens=1, placement=place)
+            # Of several workers, which are alike, one is asked.
+            configuration = Configuration(mode="sd", num_speculative_tokens=1, placement=place.of_worker(-1))
             self.engine.configure(configuration)
         target, draft = (bound(measure, place, alone=alone) for measure in (self._target, self._draft))
         yield _table("target", place.target, self._timed(self._sizes(VERIFY_TOKENS), target), not alone)
@@ -317,7 +318,8 @@ class _Profiler:
             self._peer.link.expect(Ping, deadline=self.engine.deadline)
 
     def _draft(self, place: Placement, tokens: int, repeats: int, alone: bool) -> list[float]:
-        question = Rehearse(tokens, self.context, repeats)
+        # Several workers share the branches of a cache; for the rows that missed one of them drafts.
+        question = Rehearse(tokens if alone else -(-tokens // place.draft_workers), self.context, repeats)
         if alone or self._peer is None:
             return list(self._ask(question, Rehearsed).seconds)
         link = self._peer.link

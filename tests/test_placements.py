@@ -45,8 +45,14 @@ def test_sharing_is_offered_on_every_targets_devices_and_on_all(hardware):
 
 def test_local_accelerators_hold_one_model_each_as_the_engine_runs_them():
     here = ssd.Hardware.named("3xH100-SXM").model_copy(update={"is_local": True})
-    first, last = ("cuda:0",), ("cuda:2",)
-    assert placements(here) == (Placement(target=first, draft=last), Placement(target=first, draft=first))
+    first, last = ("cuda:0",), ("cuda:1", "cuda:2")
+    two = Placement(target=first, draft=last, draft_workers=2)
+    assert placements(here) == (Placement(target=first, draft=last[1:]), two, Placement(target=first, draft=first))
+
+
+def test_a_draft_on_several_accelerators_is_as_many_workers_and_one_on_cores_a_single_one():
+    assert all(place.draft_workers == len(place.draft) for place in split(ssd.Hardware.named("8xH100-SXM")))
+    assert all(place.draft_workers == 1 for place in placements(cores(16)))
 
 
 def test_under_torchrun_the_target_has_as_many_local_accelerators_as_there_are_processes(monkeypatch):

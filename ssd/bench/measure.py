@@ -179,7 +179,7 @@ def run_once(engine: Engine, configuration: Configuration, prompts: Prompt | Seq
     seconds = monotonic() - begin
     run = Run(tuple(outputs), engine.timeline(), seconds, tuple(map(peak_bytes, pids)))
     health = engine.health()
-    if health.draft == "lost" or health.restarts > before.restarts:
+    if health.draft not in ("ok", "none") or health.restarts > before.restarts:
         raise RuntimeError(f"the draft was lost, so this was AR under another name: {health.reason or 'it has been started again'}")
     return run
 
