@@ -1,10 +1,10 @@
 """What further draft devices hit, the fourth ablation of the paper: workers that each draft for one more outcome at every position.
 
-python -m benchmarks.draft_devices [--workers 1 2 3] [--k 3] [--prompt-set code]: needs two cores, one for the target and one that all workers
-take turns on. So that this costs them no hit, the target waits before each verification until their caches can be whole: hit rates are
-measured, speeds are not. Beside them stand theory's hit rate, from the ranks that the same texts have in the profile, and the power law that
-is fitted to these; the simulator's, of the same texts; and the speed that the simulator gives devices of their own, against one worker,
-with the latencies that the profile measured here on one core each. Prints a Markdown table.
+python -m benchmarks.draft_devices [--workers 1 2 3] [--k 3] [--prompt-set code]: needs two cores, one for the target and one that all
+workers take turns on. So that this costs them no hit, the target waits before each verification until their caches can be whole: hit
+rates are measured, speeds are not. Beside them stand theory's hit rate, from the ranks that the same texts have in the profile, and that
+of the power law fitted to these; the simulator's, of the same texts; and the speed that the simulator gives devices of their own, against
+one worker, with the latencies that the profile measured here on one core each. Prints a Markdown table.
 """
 
 from __future__ import annotations

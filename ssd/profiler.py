@@ -16,8 +16,8 @@ from sim.outcomes import rounds_of
 from ssd.devices import pinned
 from ssd.engine.engine import Engine, Prompt
 from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
-from ssd.engine.peer import DraftPeer
 from ssd.engine.ngram import Lookup
+from ssd.engine.peer import DraftPeer
 from ssd.engine.rehearsal import rehearse
 from ssd.lookup import accepted_lengths
 from ssd.models import compute_dtype, keeps_int8, load

@@ -1,8 +1,8 @@
 """Several draft workers where one might stand: each caches its share of the outcomes of every row, and whoever holds the outcome answers.
 
-Every worker has the whole draft and follows every row's text. A round: the outcomes go to all workers. Each answers at once with the drafts
-of the outcomes that it holds. Once somebody holds the outcome of every row, or all have answered, one worker drafts for the rows that nobody
-holds, where the backup is `jit`: it cannot know sooner that no other holds them, so a miss takes one message more each way. Then all are
+Every worker has the whole draft and follows every row's text. A round: the outcomes go to all workers, and each answers at once with the
+drafts of those that it holds. Once somebody holds the outcome of every row, or all have answered, one worker drafts for the rows that
+nobody holds, where the backup is `jit`: it cannot know sooner that no other does, so a miss takes one message more each way. Then all are
 told what is sent to the target, and build the next cache for that. Who owns an outcome is never asked, only who holds it: should two
 workers rank the same candidates differently, that costs a hit, and never a token.
 """

@@ -1,4 +1,4 @@
-"""Both sides of the engine in one process, each draft worker in a thread: the real drafter, link and scheduler without a process's start-up."""
+"""Both sides of the engine in one process, each drafter in a thread: the real drafters, links and scheduler without a process's start."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Pair:
         """A scheduler that decodes as `how` says (None: AR); a patient target lets the draft finish its cache before it verifies."""
         if how is not None:
             count = len(self.drafters)
-            place = NOWHERE if count == 1 else Placement(target=("meta:0",), draft=("meta:1",) * count, draft_workers=count)
+            place = NOWHERE if count == 1 else Placement(target=("meta:0",), draft=("meta:0",) * count, draft_workers=count)
             assert self.peer.configure(replace(how, placement=place)), self.peer.lost
         K = how.num_speculative_tokens if how is not None else 0
         target = Target(self.target, len(self.drafter.rows), slots_needed(self.max_model_len, K))

@@ -82,7 +82,7 @@ def test_tokens_are_those_of_the_target_alone_whoever_drafts_and_whatever_is_cac
     """Greedy and coupled; rows of a batch, every backup, lists and budgets, drafts waited for or not."""
     seen: Counter = Counter()
 
-    @several(25)
+    @several(14)
     @given(situations())
     def law(case):
         with opened(case, case["workers"]) as both:
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_the_target_alone_whoever_drafts_and_whatever_is_cac
     law()
     # Roundings may turn near ties.
     assert seen["differ"] <= 1
-    assert min(seen[True], seen[False]) > 30, seen
+    assert min(seen[True], seen[False]) > 20, seen
 
 
 @pytest.mark.parametrize("unplugged", [False, True])
@@ -103,7 +103,7 @@ def test_by_rejection_with_the_draft_as_backup_tokens_are_those_of_sd_also_where
     rejection = tuple({"temperature": T, "verification": "rejection"} for T in (0.5, 1.0))
     seen: Counter = Counter()
 
-    @several(15)
+    @several(8)
     @given(situations(rejection, ("jit",), ("fixed",)), st.permutations([0, 1, 2]), st.integers(2, 8))
     def law(case, order, first):
         leaving = [worker for worker in order if worker < case["workers"]][1:] if unplugged else []
@@ -122,14 +122,14 @@ def test_by_rejection_with_the_draft_as_backup_tokens_are_those_of_sd_also_where
         seen.update(hits(found))
 
     law()
-    assert min(seen[True], seen[False]) > 20, seen
+    assert min(seen[True], seen[False]) > 10, seen
 
 
 def planted(both):
-    """What each drafter drafts for: (committed tokens, accepted, bonus) and their row's prompt."""
+    """What each drafter drafts for: (text, accepted tokens after it, bonus)."""
 
     def look(wave):
-        return [(tuple(row.tokens[:3]), row.length, k, int(row.seen.bonus[k, r])) for _, row, k, r in wave]
+        return [(tuple(row.tokens), k, int(row.seen.bonus[k, r])) for _, row, k, r in wave]
 
     return [watched(drafter, "_planted", look) for drafter in both.drafters]
 
@@ -141,9 +141,12 @@ def flat(waves):
 def test_what_workers_cache_is_what_one_would_dealt_out_evenly_and_the_hits_are_the_same():
     seen: Counter = Counter()
 
-    @several(20)
+    @several(12)
     @given(situations(buildings=("fixed",)))
     def law(case):
+        if case["how"].budget:
+            # Which rows share a budget hangs on the moment at which each is met.
+            case = {**case, "requests": case["requests"][:1]}
         found, rounds = {}, {}
         for count in (1, 2, 3):
             with opened(case, count) as both:
@@ -159,7 +162,7 @@ def test_what_workers_cache_is_what_one_would_dealt_out_evenly_and_the_hits_are_
         seen.update(rounds[1])
 
     law()
-    assert min(seen[True], seen[False]) > 50, seen
+    assert min(seen[True], seen[False]) > 30, seen
     for count in (2, 3):
         shares = [seen[count, worker] for worker in range(count)]
         assert max(shares) < 1.1 * min(shares), shares
@@ -170,7 +173,7 @@ def test_a_lost_worker_costs_hits_and_neither_requests_nor_tokens_and_drafts_aga
     monkeypatch.setattr("ssd.engine.peer.FIRST_BACK_OFF", 0.01)
     seen: Counter = Counter()
 
-    @several(12)
+    @several(8)
     @given(situations(backups=("jit",), buildings=("fixed",)), st.integers(0, 6), st.sampled_from([0, 1]))
     def law(case, first, lost):
         fan_out = case["how"].fan_out_hit
@@ -188,13 +191,9 @@ def test_a_lost_worker_costs_hits_and_neither_requests_nor_tokens_and_drafts_aga
                 assert wait_for(lambda: peer._spare is not None)
 
         with opened(case, case["workers"], returns=back) as both:
-            cached = planted(both)[lost]
             found = play(both, case, how, patient=True, before=before)
             peer = both.peer.peers[lost]
             assert (peer.lost, peer.restarts) == ((None, 1) if back else ("unplugged", 0))
-            # Another drafter stands there now, whose cache has been watched by nobody.
-            seen["restarted"] += back and both.drafters[lost] is not both.drafter
-            seen["cached"] += len(cached)
         assert outputs(found) == outputs(whole)
         ours, theirs = hits(found), hits(whole)
         if not how.budget and not back:
