@@ -215,7 +215,7 @@ def _typed(asked: Asked, hardware: Hardware, models: Models, workload: Workload)
     fan_out = _counts(asked.fan_out) if asked.fan_out is not None else ()
     given = {name: getattr(asked, name) for name in ("budget", "building", "backup")}
     lists = {"fan_out_hit": fan_out, "fan_out_miss": fan_out}
-    place = _placement(mode, hardware, asked.draft_workers or 1)
+    place = _placement(mode, hardware, 1 if asked.draft_workers is None else asked.draft_workers)
     configuration = Configuration.model_validate(
         {"mode": mode, "num_speculative_tokens": K, "placement": place, **lists, **_without_none(given)}
     )
@@ -237,15 +237,14 @@ def _several(apart: Placement, hardware: Hardware, workers: int) -> Placement:
     ids = tuple(device.id for device in hardware.devices)
     if are_cores(apart.draft) and not are_cores(ids):
         return Placement(target=apart.target, draft=apart.draft, draft_workers=workers)
-    first = 1 if are_cores(ids) else len(apart.target)
-    free = tuple(name for name in ids[first:] if are_cores((name,)) == are_cores(ids))
+    # The target takes what is left, but for accelerators here, of which it has as many as there are processes.
+    takes_all = are_cores(ids) or not hardware.is_local
+    free = tuple(name for name in ids[1 if takes_all else len(apart.target) :] if are_cores((name,)) == are_cores(ids))
     if not 1 <= workers <= len(free):
         raise ValueError(
             f"--draft-workers={workers} needs as many devices beside the target's, but {hardware.name!r} has {len(free)}: give fewer"
         )
-    draft = free[-workers:]
-    target = ids[:-workers] if are_cores(ids) else apart.target
-    return Placement(target=target, draft=draft, draft_workers=workers)
+    return Placement(target=ids[:-workers] if takes_all else apart.target, draft=free[-workers:], draft_workers=workers)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +27,7 @@ from tests.engine.inprocess import PROCESS, joined, noisy, pair, reference, setu
 from tests.engine.test_batch import ASKED, watched
 from tests.engine.test_processes import alive, wait_for
 from tests.plans import CORES
+from tests.plans import two_cores as two_cores_of
 from tests.strategies import fan_outs, several
 from tests.tiny import tokenizer
 
@@ -462,3 +466,36 @@ def test_health_says_which_worker_is_lost(plan_for, expected):
         os.kill(engine.peer.peers[0].process.pid, signal.SIGKILL)
         assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
         assert (engine.health().draft, engine.health().workers) == ("lost", (False, False))
+
+
+@pytest.mark.slow
+@two_cores
+def test_workers_of_other_hosts_share_a_cache_and_one_that_is_killed_comes_again(plan_for, expected, monkeypatch):
+    """Here two names for this one, over its loopback."""
+    monkeypatch.setenv("SSD_SECRET", "a secret")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    ids = tuple(f"{name}/{CORES[1]}" for name in ("a", "b"))
+    near = two_cores_of()
+    there = tuple(near.devices[1].model_copy(update={"id": name}) for name in ids)
+    hardware = near.model_copy(update={"devices": (*near.devices, *there)})
+    place = Placement(target=CORES[:1], draft=ids, draft_workers=2)
+    words = [sys.executable, "-m", "ssd.cli", "draft", "--connect", address, "--name"]
+    workers = [subprocess.Popen([*words, name], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in "ab"]
+    try:
+        with ssd.Engine.from_plan(plan_for(hardware=hardware, placement=place), listen=address, deadline=20.0) as engine:
+            assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
+            assert engine.metrics().num_cache_hits > 0
+            assert engine.health().workers == (True, True)
+            children = subprocess.run(["pgrep", "-P", str(workers[1].pid)], capture_output=True, text=True, check=True).stdout
+            os.kill(int(children), signal.SIGKILL)
+
+            def again():
+                assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
+                return engine.health().restarts == 1 and engine.health().workers == (True, True)
+
+            assert wait_for(again, 120)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
