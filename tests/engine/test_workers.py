@@ -169,7 +169,7 @@ def test_what_workers_cache_is_what_one_would_dealt_out_evenly_and_the_hits_are_
     assert min(seen[True], seen[False]) > 30, seen
     for count in (2, 3):
         shares = [seen[count, worker] for worker in range(count)]
-        assert max(shares) < 1.1 * min(shares), shares
+        assert max(shares) < 1.2 * min(shares), shares
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -178,12 +178,12 @@ def test_a_lost_worker_costs_hits_and_neither_requests_nor_tokens_and_drafts_aga
     seen: Counter = Counter()
 
     @several(8)
-    @given(situations(backups=("jit",), buildings=("fixed",)), st.integers(0, 6), st.sampled_from([0, 1]))
+    @given(situations(backups=("jit",), buildings=("fixed",)), st.integers(0, 4), st.sampled_from([0, 1]))
     def law(case, first, lost):
         fan_out = case["how"].fan_out_hit
         # The same list whatever came before, so that rounds can be held against each other.
         how = replace(case["how"], fan_out_miss=fan_out)
-        case = {**case, "tokens": 30, "requests": case["requests"][:1]}
+        case = {**case, "tokens": 60, "requests": case["requests"][:1]}
         with opened(case, case["workers"]) as both:
             whole = play(both, case, how, patient=True)
 
