@@ -85,6 +85,7 @@ class Asked:
     fan_out: str | None = None
     budget: int | None = None
     building: str | None = None
+    draft_workers: int | None = None
     backup: str | None = None
 
 

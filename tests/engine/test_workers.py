@@ -177,7 +177,7 @@ def test_a_lost_worker_costs_hits_and_neither_requests_nor_tokens_and_drafts_aga
     monkeypatch.setattr("ssd.engine.peer.FIRST_BACK_OFF", 0.01)
     seen: Counter = Counter()
 
-    @several(8)
+    @several(5)
     @given(situations(backups=("jit",), buildings=("fixed",)), st.integers(0, 4), st.sampled_from([0, 1]))
     def law(case, first, lost):
         fan_out = case["how"].fan_out_hit
