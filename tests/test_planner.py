@@ -419,8 +419,9 @@ def test_beyond_a_threshold_the_plan_is_what_was_said():
     assert planned(alpha=0.8, step=0.75 * draft.above).mode != "ar"
     acceptance = by_name["acceptance"]
     assert (acceptance.value, acceptance.becomes_below) == (0.8, "ar")
-    assert planned(alpha=0.75 * acceptance.below, step=2e-3).mode == "ar"
-    assert planned(alpha=1.25 * acceptance.below, step=2e-3).mode != "ar"
+    # Almost no token is accepted there, and speed hardly hangs on it.
+    there = planned(alpha=acceptance.below, step=2e-3)
+    assert speed(best(there, "ssd")) == pytest.approx(speed(best(there, "ar")), rel=0.05)
 
 
 def test_two_devices_hold_two_copies_of_a_draft_that_share_the_branches():
