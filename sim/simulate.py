@@ -125,7 +125,7 @@ def _streams(scenario: Scenario, seeds: SeedSequence) -> list[Stream]:
         return []
     looked_up = scenario.ngram_outcomes if scenario.mode == "ssd" and scenario.backup == "ngram" else None
     rngs = [default_rng(seed) for seed in (seeds, *seeds.spawn(scenario.batch_size - 1))]
-    return [Stream(scenario.outcomes.start(rng), looked_up.start(rng) if looked_up else None) for rng in rngs]
+    return [Stream(scenario.outcomes, looked_up, rng) for rng in rngs]
 
 
 def _metrics(target: Target) -> Metrics:

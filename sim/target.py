@@ -14,7 +14,7 @@ from sim.draft import Draft
 from sim.link import Link, Piece, Proposal, Turn, Verdict
 from sim.load import Request, Served
 from sim.metrics import Kind
-from sim.outcomes import Draw, Outcome
+from sim.outcomes import Draw, Outcome, Outcomes
 from sim.scenario import Scenario
 
 # On the link: of a row's outcome, and of a prompt's token.
@@ -24,12 +24,20 @@ NOTHING = Proposal()
 NO_VERDICT = Verdict("", 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stream:
     """Where the outcomes of one row of the batch come from, whoever is in it: of the draft model's drafts, and of prompt lookup's."""
 
-    drafted: Draw
-    looked_up: Draw | None
+    outcomes: Outcomes
+    of_lookup: Outcomes | None
+    rng: Random
+    drafted: Draw = field(init=False)
+    looked_up: Draw | None = field(default=None, init=False)
+
+    def begin(self) -> None:
+        """Begin a request."""
+        self.drafted = self.outcomes.start(self.rng)
+        self.looked_up = self.of_lookup.start(self.rng) if self.of_lookup else None
 
 
 @dataclass(slots=True)
@@ -216,6 +224,8 @@ class Target(Device):
         row.context = piece.context
         if piece.last:
             self.running.append(self.joining.popleft())
+            if self.streams:
+                self.streams[row.place].begin()
             self._commit(row, *self._outcome(row, NOTHING), 1)
 
     def _commit(self, row: Row, accepted: int, rank: int, tokens: int) -> None:
