@@ -308,7 +308,7 @@ class _Task:
         )
 
     def _scaled(self, played: Sequence[Played]) -> list[Played]:
-        """All that theory found, at speeds that make the fastest of each mode at each placement as fast as what was played of it."""
+        """All that theory found, slower where the fastest of its mode and placement was played slower than theory has it."""
         fastest: dict[tuple[Mode, Placement], float] = {}
         for p in played:
             fastest[_kind(p)] = max(p.tokens_per_second, fastest.get(_kind(p), 0.0))
@@ -316,7 +316,7 @@ class _Task:
         for its, ranked in self.found:
             all_of_it = [reckon(c, its, self.search, self.workload) for _, c in ranked]
             by_theory = max(p.tokens_per_second for p in all_of_it)
-            factor = fastest.get(_kind(all_of_it[0]), by_theory) / by_theory
+            factor = min(1.0, fastest.get(_kind(all_of_it[0]), by_theory) / by_theory)
             found += [replace(p, tokens_per_second=p.tokens_per_second * factor) for p in all_of_it]
         return found
 

@@ -269,8 +269,8 @@ def _fed_together(case: Case, profile: Profile) -> float:
 def scenario(case: Case, profile: Profile, output_tokens: int, share: float = 1.0) -> Scenario:
     """What the planner would play for the case, under the load that is measured: whole waves of requests that come together.
 
-    share: of the profile's prompts the case decodes the first so many. Of several prompts that the engine feeds in one piece the time is left
-    out: they are over when the first tokens come, all of them at once.
+    share: of the profile's prompts the case decodes the first so many. Of several prompts that the engine feeds in one piece the time is
+    left out: they are over when the first tokens come, all of them at once.
     """
     configuration = case.configuration
     its = pace(profile, configuration.placement, configuration.mode, configuration.verification)
@@ -280,7 +280,7 @@ def scenario(case: Case, profile: Profile, output_tokens: int, share: float = 1.
     played = prediction.scenario(
         configuration, its, _outcomes(case, profile, output_tokens, share).simulated(), load, prediction.SIMULATED_TOKENS
     )
-    together = 1 < case.batch_size and case.batch_size * case.prompt_tokens <= PREFILL_CHUNK
+    together = case.batch_size > 1 and case.batch_size * case.prompt_tokens <= PREFILL_CHUNK
     prefill = 0.0 if together else case.prompt_tokens * its.prefill_seconds_per_token
     # Waves that come apart, each when the one before has long left.
     longest = 10 * case.batch_size * (prefill + output_tokens * its.verify(case.batch_size * (1 + configuration.num_speculative_tokens)))
