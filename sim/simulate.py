@@ -78,7 +78,8 @@ class Result:
     def busy_share(self, device: str) -> float:
         """Share of the wall clock, 0..1, in which a device worked; the target's own overhead is no work of the device."""
         busy = math.fsum(seconds for activity, seconds in self.spent.get(device, {}).items() if activity not in (*RESTING, "overhead"))
-        return busy / self.metrics.total_seconds if self.metrics.total_seconds else 0.0
+        # The two are summed in another order.
+        return min(1.0, busy / self.metrics.total_seconds) if self.metrics.total_seconds else 0.0
 
     def _kept(self) -> tuple[list[Mark], list[Play], str]:
         if self.kept is None:
