@@ -419,9 +419,9 @@ def test_beyond_a_threshold_the_plan_is_what_was_said():
     assert planned(alpha=0.8, step=0.75 * draft.above).mode != "ar"
     acceptance = by_name["acceptance"]
     assert (acceptance.value, acceptance.becomes_below) == (0.8, "ar")
-    # AR is then ahead of what was played for the acceptance that there is; shorter drafts may still be ahead of AR.
-    low = planned(alpha=0.75 * acceptance.below, step=2e-3)
-    assert low.mode == "ar" or low.num_speculative_tokens < plan.num_speculative_tokens
+    # Almost no token is accepted there, and speed hardly hangs on it.
+    there = planned(alpha=acceptance.below, step=2e-3)
+    assert speed(best(there, "ssd")) == pytest.approx(speed(best(there, "ar")), rel=0.05)
 
 
 def test_two_devices_hold_two_copies_of_a_draft_that_share_the_branches():
@@ -441,7 +441,9 @@ def test_where_confidence_is_calibrated_outcomes_are_chosen_anew_each_round_unle
         for found in (synthetic(TWO, traces=texts(0.8), verify=verify, step=verify / 10) for verify in (19e-3, 20e-3))
     )
     assert (quick.budget, sum(quick.fan_out_hit) > 0) == (0, True)
-    lists = slow.alternatives[0]
-    assert (slow.fan_out_hit, slow.budget) == ((), sum(lists.fan_out_hit))
-    assert slow.predicted == lists.predicted
+    assert (slow.fan_out_hit, slow.budget) == ((), sum(quick.fan_out_hit))
+    assert {c.budget > 0 for c in slow.alternatives if c.mode == "ssd"} == {True}
+    # On average, as the simulator and theory know them, the likeliest outcomes are those of the best lists.
+    assert slow.predicted.hit_rate == pytest.approx(quick.predicted.hit_rate, abs=0.01)
+    assert slow.predicted.critical_batch_size == quick.predicted.critical_batch_size
     assert f"{slow.budget} cached outcomes chosen anew" in slow.explain()
