@@ -142,6 +142,9 @@ class Engine:
             check_present("placement.draft", plan.placement.draft)
 
     def _start(self, plan: Plan) -> None:
+        if (count := shares(plan.placement.target)) > 1:
+            # The others are there already, and would not wait as long as a draft of another host may take.
+            lead(count)
         if plan.mode != "ar":
             self._start_draft(plan)
         self._load_target(plan)
