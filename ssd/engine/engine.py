@@ -23,6 +23,7 @@ from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
 from ssd.engine.address import rank, this_host, under_torchrun
 from ssd.engine.draft_process import spawn
+from ssd.engine.graph_memory import Size
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
 from ssd.engine.peer import LOAD_DEADLINE, DraftPeer, Spawned
 from ssd.engine.resolve import resolved
@@ -133,10 +134,7 @@ class Engine:
     def _check_configuration(self, plan: Plan, pair: Pair) -> None:
         check_lookahead(pair, plan.num_speculative_tokens)
         check_shares("target", pair.target, shares(plan.placement.target))
-        rows = self.max_num_seqs
-        target_slots = rows * target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
-        draft_slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(plan), rows)
-        check_memory(pair, plan.models, plan.hardware, plan.placement, (target_slots, draft_slots))
+        check_memory(pair, plan.models, plan.hardware, plan.placement, sizes_for(plan, self.max_num_seqs, pair.max_model_len))
         check_present("placement.target", plan.placement.target)
         if plan.mode != "ar" and host(plan.placement.draft) is None:
             check_present("placement.draft", plan.placement.draft)
@@ -447,6 +445,15 @@ def _serve_rank(plan: Plan) -> Never:
         raise ValueError(f"placement.draft={plan.placement.draft}: there is nothing to do for torchrun's process {rank()} on {name}")
     serve_engines(address, name, once=True)
     raise SystemExit(0)
+
+
+def sizes_for(plan: Configuration, rows: int, max_model_len: int) -> tuple[Size, Size]:
+    """Return the sizes of target and draft over slots, in an engine for so many requests together."""
+    setup, places = setup_for(plan), rows * (plan.num_speculative_tokens + 1)
+    target = Size(rows, target_side.slots_needed(max_model_len, plan.num_speculative_tokens), places)
+    # After a miss the draft reads what was sent, with logits as at the target; otherwise it feeds a token of every branch.
+    branches = rows * draft_side.most_branches(setup, 1)
+    return target, Size(rows, draft_side.slots_needed(max_model_len, setup, rows), max(places, branches))
 
 
 def setup_for(plan: Configuration) -> Setup:

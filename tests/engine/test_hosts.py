@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import ssd
+from ssd.cli import run
 from ssd.engine import hosts
 from ssd.engine.address import Address, secret
 from ssd.engine.engine import Health
@@ -348,6 +350,39 @@ def test_a_draft_that_cannot_load_there_is_an_error_with_its_reason(plan_for, tm
         address = Address(host.here, free_port(host.here))
         with worker(host, address, tmp_path / "log"), pytest.raises(RuntimeError, match=r"far/cpu:4711.*this process may not run there"):
             ssd.Engine.from_plan(wrong, listen=str(address))
+
+
+@elsewhere
+@two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_the_command_line_has_its_draft_on_another_host(plan_for, expected, tmp_path, capsys, command):
+    path = tmp_path / "plan.json"
+    plan_for().save(path)
+    words = {"generate": [PROMPT, "--json"], "bench": ["--num-prompts", "1", "--warmup", "0", "--json"]}[command]
+    with another_host() as host:
+        address = Address(host.here, free_port(host.here))
+        with worker(host, address, tmp_path / "log"):
+            there = ["--draft-host", "far", "--listen", str(address)]
+            assert run([command, *words, "--plan", str(path), "--output-tokens", "20", *there]) == 0
+    told = json.loads(capsys.readouterr().out)
+    if command == "generate":
+        assert told["output"]["token_ids"] == expected[:20]
+        assert told["draft"] == "ok"
+        assert told["output"]["metrics"]["num_cache_hits"] > 0
+        return
+    rows = {row["configuration"]["mode"]: row for row in told["cells"][0]["rows"]}
+    assert set(rows) == {"ssd", "ar", "sd"}
+    assert not told["cells"][0]["skipped"]
+    assert all(rows[mode]["configuration"]["placement"]["draft"][0].startswith("far/") for mode in ("ssd", "sd"))
+    assert not any(row["differences"] for row in rows.values())
+    assert rows["ssd"]["hit_rate"] > 0
+
+
+@pytest.mark.parametrize("command", [["generate", "a"], ["bench"]])
+def test_where_to_listen_goes_with_a_host_to_listen_for(capsys, command):
+    assert run([*command, "--listen", "127.0.0.1:0"]) == 2
+    assert "--listen: is where the draft of another host comes to: name it with --draft-host" in capsys.readouterr().err
 
 
 def workers_of(host) -> list[int]:
