@@ -57,6 +57,15 @@ def test_under_torchrun_the_target_has_as_many_local_accelerators_as_there_are_p
     assert len(placements(cores(4))) == 3
 
 
+def test_under_torchrun_every_process_has_a_core_of_this_machine_for_its_share(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    both = ("cpu:0", "cpu:1")
+    assert split(cores(2).model_copy(update={"is_local": True})) == []
+    assert split(cores(3).model_copy(update={"is_local": True})) == [Placement(target=both, draft=("cpu:2",))]
+    # Of another machine nobody has started anything.
+    assert split(cores(2).model_copy(update={"is_local": False})) == [Placement(target=both[:1], draft=both[1:])]
+
+
 def test_int8_is_for_drafts_on_a_cpu_and_automatic_for_large_ones():
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     small, large = (SimpleNamespace(parameters=count) for count in (99_999_999, 100_000_000))

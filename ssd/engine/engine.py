@@ -28,7 +28,7 @@ from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, Take
 from ssd.engine.peer import LOAD_DEADLINE, DraftPeer, Spawned
 from ssd.engine.resolve import resolved
 from ssd.engine.scheduler import Request, Scheduler
-from ssd.engine.shares import follow, lead, share_of, shares
+from ssd.engine.shares import follow, lead, leaders, shares
 from ssd.engine.spans import MAX_SPANS, on_our_clock
 from ssd.engine.target import Target
 from ssd.engine.text import Text
@@ -176,7 +176,7 @@ class Engine:
         target = plan.placement.target
         device = torch_device(target)
         dtype, count = compute_dtype(plan.models, device), shares(target)
-        with pinned(share_of(target, 0, count)):
+        with pinned(leaders(target)):
             self.loaded = lead(count).load(self.pair.target, target, dtype) if count > 1 else load(self.pair.target, device, dtype)
 
     def _boot(self, plan: Plan) -> Boot:
@@ -249,7 +249,7 @@ class Engine:
             self._worker.failed = error
             raise
         self.plan = plan
-        pin(share_of(plan.placement.target, 0, shares(plan.placement.target)))
+        pin(leaders(plan.placement.target))
         slots = target_side.slots_needed(self.pair.max_model_len, plan.num_speculative_tokens)
         peer = self.peer if plan.mode != "ar" else None
         self._worker.scheduler = Scheduler(Target(self.loaded, self.max_num_seqs, slots), peer, self._spans, plan.backup)

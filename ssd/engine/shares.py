@@ -120,6 +120,11 @@ def share_of(target: Ids, rank: int, count: int) -> Ids:
     return target[rank * size : (rank + 1) * size]
 
 
+def leaders(target: Ids) -> Ids:
+    """Return the devices of the first process's share, all where there is but one."""
+    return share_of(target, 0, shares(target))
+
+
 class Team:
     """The processes that hold the shares, as one of them sees it."""
 

@@ -1,6 +1,6 @@
 """What torchrun starts for the tests of a target in shares: `shapes`, `modes` or `blow SIGNAL`, and a folder for what is found.
 
-Each process is told that it may use three cores, whatever there are: two for the shares, one for the draft.
+`command WORDS` is the command line there, `real TARGET DRAFT PROMPTS` a pair that is given. Each process is told that it may use three cores, whatever there are: two for the shares, one for the draft.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ssd
+from ssd import profiler
+from ssd.cli import run
 from ssd.engine import shares
 from ssd.models import ARCHITECTURES
 from ssd.specs import Configuration, Device, Hardware, Models, Placement, Plan, SamplingParams
@@ -149,15 +151,31 @@ def blow(folder: Path, name: str) -> None:
             raise
 
 
+def command(folder: Path, *words: str) -> None:
+    """Do what the command line does, after short profiles, in every process alike."""
+    profiler.LEAST_SECONDS = 0.01
+    sys.exit(run(words))
+
+
+def real(folder: Path, target: str, draft: str, *prompts: str) -> None:
+    """Write the greedy tokens of a real pair in two shares, with a draft of its own."""
+    asked = plan(target, draft, configurations(SHARES)[0])
+    asked = asked.model_copy(update={"models": Models(target=target, draft=draft, max_model_len=256)})
+    with ssd.Engine.from_plan(asked, deadline=300.0) as engine:
+        outputs = [engine.generate(prompt, SamplingParams(max_tokens=16, ignore_eos=True))[0] for prompt in prompts]
+        found = [(output.prompt_token_ids, output.token_ids, output.metrics.num_cache_hits) for output in outputs]
+    (folder / "out.json").write_text(json.dumps(found))
+
+
 def main() -> None:
     """Do what the command line says in the first process; in the other, follow."""
     what, folder = sys.argv[1], Path(sys.argv[2])
     if what == "blow":
         shares.COLLECTIVE_SECONDS = SILENT
-    if os.environ["RANK"] != "0":
+    if os.environ["RANK"] != "0" and what != "command":
         (folder / "pid").write_text(str(os.getpid()))
         ssd.Engine.from_plan(plan("any", None, ar(SHARES)))
-    {"shapes": shapes, "modes": modes, "blow": blow}[what](folder, *sys.argv[3:])
+    {"shapes": shapes, "modes": modes, "blow": blow, "command": command, "real": real}[what](folder, *sys.argv[3:])
 
 
 if __name__ == "__main__":
