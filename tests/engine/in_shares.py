@@ -1,6 +1,7 @@
-"""What torchrun starts for the tests of a target in shares: `shapes`, `modes` or `blow SIGNAL`, and a folder for what is found.
+"""What torchrun starts for the tests of a target in shares: `shapes`, `modes` or `blow SIGNAL`, each with a folder for what is found.
+`command WORDS` is the command line there, `real TARGET DRAFT PROMPTS` a pair that is given.
 
-`command WORDS` is the command line there, `real TARGET DRAFT PROMPTS` a pair that is given. Each process is told that it may use three cores, whatever there are: two for the shares, one for the draft.
+Each process is told that it may use three cores, whatever there are: two for the shares, one for the draft.
 """
 
 from __future__ import annotations

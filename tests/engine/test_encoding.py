@@ -119,6 +119,17 @@ def test_an_array_that_is_not_there_or_not_of_numbers_is_an_error(place):
         MESSAGES.decode(head + text + bytes(16))
 
 
+@pytest.mark.parametrize("size", range(5))
+def test_less_than_a_head_is_no_message(size):
+    with pytest.raises(ValueError, match=f"{size} bytes are no message"):
+        MESSAGES.decode(bytes(size))
+
+
+def test_a_number_that_no_message_has_is_an_error():
+    with pytest.raises(ValueError, match="there is no message"):
+        MESSAGES.decode(bytes([len(MESSAGES._kinds)]) + bytes(4))
+
+
 def test_what_is_no_message_is_not_sent():
     with pytest.raises(ValueError, match="int is no message"):
         MESSAGES.encode(7)

@@ -193,6 +193,11 @@ def test_a_target_has_a_share_for_each_accelerator_or_process(monkeypatch):
     with pytest.raises(ValueError, match=r"placement.target=.*start with torchrun --nproc-per-node 2"):
         shares(("cuda:0", "cuda:1"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"needs a process for each device, and there are 2"):
+        shares(("cuda:0", "cuda:1", "cuda:2"))
+    for ids in (("cuda:1", "cuda:2"), ("cuda:1", "cuda:0")):
+        with pytest.raises(ValueError, match=r"torchrun's process i has device i; give the first 2 in order"):
+            shares(ids)
     assert (shares(("cpu:0",)), shares(("cpu:0", "cpu:1")), shares(("cuda:0", "cuda:1"))) == (1, 2, 2)
     assert [share_of(("cpu:0", "cpu:1", "cpu:2", "cpu:3"), rank, 2) for rank in (0, 1)] == [("cpu:0", "cpu:1"), ("cpu:2", "cpu:3")]
 
