@@ -271,7 +271,7 @@ def test_an_address_is_read_and_every_address_is_none():
 
 def test_our_own_address_is_the_one_that_faces_the_other():
     assert Address("localhost", 29400).own() in ("127.0.0.1", "::1")
-    with pytest.raises(LinkError, match="there is no way to no.such.host.invalid:1"):
+    with pytest.raises(LinkError, match=r"there is no way to no\.such\.host\.invalid:1"):
         Address("no.such.host.invalid", 1).own()
 
 

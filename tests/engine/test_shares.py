@@ -27,6 +27,7 @@ from ssd.engine.transformer import SlotTransformer
 from ssd.models import LoadedModel, check_shares, locate
 from ssd.specs import EMBEDDED_TARGET, Placement, Plan, SamplingParams
 from tests.engine.inprocess import loaded, tiny_model
+from tests.engine.test_processes import alive, wait_for
 from tests.plans import CORES, hand_typed
 
 PROMPT = "def mean(numbers):\n"
@@ -160,7 +161,8 @@ def test_a_share_that_dies_or_hangs_is_an_error_that_says_so_and_no_process_is_l
     assert told["failed"] is not None
     # The deadline, and what a busy machine adds.
     assert told["seconds"] < 3 + 15
-    assert not any(Path(f"/proc/{pid}").exists() for pid in told["processes"])
+    # A draft whose engine torchrun ended first leaves by itself.
+    assert wait_for(lambda: not any(map(alive, told["processes"])))
 
 
 @pytest.mark.slow
