@@ -385,8 +385,10 @@ def check_shares(option: str, source: Source, shares: int) -> None:
     config = source.config
     if shares == 1:
         return
-    if not getattr(config, "base_model_tp_plan", None) or source.gguf_file is not None:
-        kind = "a GGUF file" if source.gguf_file is not None else f"of architecture {config.model_type!r}"
+    drawn = getattr(config, RANDOM_WEIGHTS, False)
+    if not getattr(config, "base_model_tp_plan", None) or source.gguf_file is not None or drawn:
+        other = "of random weights" if drawn else f"of architecture {config.model_type!r}"
+        kind = "a GGUF file" if source.gguf_file is not None else other
         raise ValueError(f"{option}={source.name!r} is {kind}, which transformers does not split over {shares} devices: place it on one")
     heads = _kv_heads(config)
     if heads % shares:

@@ -21,7 +21,7 @@ from ssd.catalog import check_here
 from ssd.devices import check_present, core_ids, host, pin, pinned, torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
-from ssd.engine.address import rank, this_host, under_torchrun
+from ssd.engine.address import local_rank, rank, this_host, under_torchrun
 from ssd.engine.draft_process import spawn
 from ssd.engine.graph_memory import Size
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
@@ -443,6 +443,9 @@ def _serve_rank(plan: Plan) -> Never:
     assert address is not None, "ranks are torchrun's"
     if host(plan.placement.draft) != name:
         raise ValueError(f"placement.draft={plan.placement.draft}: there is nothing to do for torchrun's process {rank()} on {name}")
+    if local_rank():
+        # One serves; a second would wait for an engine that never calls.
+        raise SystemExit(0)
     serve_engines(address, name, once=True)
     raise SystemExit(0)
 

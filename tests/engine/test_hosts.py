@@ -310,6 +310,20 @@ def test_mistakes_are_named_before_anything_is_loaded(plan_for, unloaded):
         ssd.Engine.from_plan(plan_for(), listen="127.0.0.1:0")
 
 
+@pytest.mark.parametrize("local", [0, 1])
+def test_of_torchruns_processes_on_the_drafts_host_the_first_serves_and_the_others_leave(plan_for, unloaded, monkeypatch, local):
+    for name, value in {"RANK": 2 + local, "LOCAL_RANK": local, "GROUP_RANK": 1, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    served = []
+    monkeypatch.setattr("ssd.engine.draft_host.serve_engines", lambda *given, **more: served.append((*given, more)))
+    with pytest.raises(SystemExit) as left:
+        ssd.Engine.from_plan(plan_for().with_draft_on("node1"))
+    assert left.value.code == 0
+    assert served == [(Address("10.0.0.1", 1), "node1", {"once": True})][local:]
+    with pytest.raises(ValueError, match="there is nothing to do for torchrun's process"):
+        ssd.Engine.from_plan(plan_for().with_draft_on("node2"))
+
+
 def test_devices_of_another_host_are_planned_for_and_the_target_stays_here(plan_for):
     far = plan_for().with_draft_on("gpu-box.lan")
     assert far.placement.draft == tuple(f"gpu-box.lan/{name}" for name in plan_for().placement.draft)

@@ -205,11 +205,14 @@ def test_a_target_has_a_share_for_each_accelerator_or_process(monkeypatch):
 
 
 def test_what_cannot_be_split_is_refused_by_name(tmp_path):
-    for kind, count, told in (("gpt2", 2, "of architecture 'gpt2'"), ("llama", 4, "has 2 key-value heads, which 4 devices")):
-        folder = tmp_path / kind
-        AutoConfig.for_model(kind, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, n_head=4, n_embd=32).save_pretrained(
-            folder
-        )
+    drawn = {"random_weights": True}
+    for kind, more, count, told in (
+        ("gpt2", {}, 2, "of architecture 'gpt2'"),
+        ("llama", {}, 4, "has 2 key-value heads, which 4 devices"),
+        ("llama", drawn, 2, "of random weights"),
+    ):
+        folder, sizes = tmp_path / kind, {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "n_head": 4, "n_embd": 32}
+        AutoConfig.for_model(kind, **sizes, **more).save_pretrained(folder)
         source = locate("target", str(folder))
         check_shares("target", source, 1)
         with pytest.raises(ValueError, match=f"target=.*{told}"):
