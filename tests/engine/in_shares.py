@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,7 +77,7 @@ def shapes(folder: Path) -> None:
     tried = {}
     for kind in kinds():
 
-        @several(int(os.environ.get("SHAPES", "4")))
+        @settings(several(int(os.environ.get("SHAPES", "4"))), deadline=None)
         @given(configs(kind), st.integers(0, 1 << 16))
         def law(config, seed):
             torch.manual_seed(seed)

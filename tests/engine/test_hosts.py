@@ -220,7 +220,7 @@ def test_frames_out_of_turn_and_messages_too_long_are_link_errors(monkeypatch):
     with linked() as (near, far):
         far._transport._sent += 1
         far.send(Ready())
-        with pytest.raises(LinkError, match="the 3th, came as the 2th"):
+        with pytest.raises(LinkError, match=r"the \d+th, came as the \d+th"):
             near.receive(5)
     with linked() as (near, far):
         monkeypatch.setattr("ssd.engine.gloo.LONGEST", 1000)

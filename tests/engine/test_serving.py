@@ -50,24 +50,6 @@ def expected(engine):
     return alone
 
 
-def test_what_is_asked_beside_what_fails_is_still_answered():
-    worker, gate, told = Worker(8), threading.Event(), []
-    asking = threading.Thread(target=lambda: told.append(worker.call(lambda: 7)), daemon=True)
-    # One turn of the worker's takes all that has come while it was at something else.
-    with worker._condition:
-        worker._post(lambda: gate.wait(20))
-    assert wait_for(lambda: not worker._inbox)
-    with worker._condition:
-        worker._post(lambda: 1 / 0)
-    asking.start()
-    assert wait_for(lambda: len(worker._inbox) == 2)
-    gate.set()
-    asking.join(20)
-    assert told == [7]
-    assert isinstance(worker.failed, ZeroDivisionError)
-    worker.close(lambda: None)
-
-
 def test_prompts_with_parameters_of_their_own_are_decoded_together_and_come_in_order(engine, expected):
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == expected
