@@ -110,7 +110,9 @@ def test_bytes_make_a_message_or_an_error():
     law()
 
 
-@pytest.mark.parametrize("place", ['["|O",0,1]', '["<U1",0,1]', '["|S2",0,1]', '["<f4",0,99]', '["<f4",-8,1]', '["<f4",0,-1]', '["U9",0,1]', '"abcd"', "7", "[]"])
+@pytest.mark.parametrize(
+    "place", ['["|O",0,1]', '["<U1",0,1]', '["|S2",0,1]', '["<f4",0,99]', '["<f4",-8,1]', '["<f4",0,-1]', '["U9",0,1]', '"abcd"', "7", "[]"]
+)
 def test_an_array_that_is_not_there_or_not_of_numbers_is_an_error(place):
     law = b'{"width":7,"values":' + place.encode() + b',"ids":null,"counts":null}'
     text = b'{"round":1,"drafts":[{"request":"r","tokens":[1],"hit":null,"backup":false,"laws":' + law + b'}],"calibration":[]}'
