@@ -30,7 +30,9 @@ def _splits(hardware: Hardware) -> list[tuple[Ids, Ids]]:
         drafts = [spare[-size:] for size in DRAFT_DEVICES if size <= len(spare)] or [cores[1:] or cores]
         return [(_whole(hardware), draft) for draft in drafts if draft]
     if are_cores(ids):
-        return [(ids[:-size], ids[-size:]) for size in sorted({1, len(ids) // 4}) if 1 <= size < len(ids)]
+        # Where torchrun has started several processes, each of them has a core for its share at the least.
+        least = processes() if hardware.is_local else 1
+        return [(ids[:-size], ids[-size:]) for size in sorted({1, len(ids) // 4}) if 1 <= size <= len(ids) - least]
     return [(ids[:count], ids[-size:]) for size in DRAFT_DEVICES if size < len(ids) for count in _degrees(len(ids) - size)]
 
 

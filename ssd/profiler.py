@@ -19,6 +19,7 @@ from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
 from ssd.engine.ngram import Lookup
 from ssd.engine.peer import DraftPeer
 from ssd.engine.rehearsal import rehearse
+from ssd.engine.shares import leaders
 from ssd.lookup import accepted_lengths
 from ssd.models import compute_dtype, keeps_int8, load
 from ssd.pace import pace
@@ -255,7 +256,7 @@ class _Profiler:
     def _link(self) -> float:
         if self._peer is None:
             return 0.0
-        with pinned(self.engine.plan.placement.target):
+        with pinned(leaders(self.engine.plan.placement.target)):
             seconds = [_seconds_of(lambda: self._ask(Ping(), Ping)) for _ in range(50)]
         return statistics.median(seconds) / 2
 
@@ -302,7 +303,7 @@ class _Profiler:
         return found
 
     def _target(self, place: Placement, tokens: int, repeats: int, alone: bool) -> list[float]:
-        with pinned(place.target), self._busy_draft(alone):
+        with pinned(leaders(place.target)), self._busy_draft(alone):
             return rehearse(self.engine.loaded, tokens, self.context, lambda done: done < repeats)
 
     @contextmanager
@@ -324,7 +325,7 @@ class _Profiler:
             return list(self._ask(question, Rehearsed).seconds)
         link = self._peer.link
         self._peer.tell(question)
-        with pinned(place.target):
+        with pinned(leaders(place.target)):
             rehearse(self.engine.loaded, self.rows * BUSY_TOKENS, self.context, lambda _: link.peek() is None)
         return list(link.expect(Rehearsed, deadline=self.engine.deadline).seconds)
 

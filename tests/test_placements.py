@@ -62,7 +62,15 @@ def test_under_torchrun_the_target_has_as_many_local_accelerators_as_there_are_p
     here = ssd.Hardware.named("5xH100-SXM").model_copy(update={"is_local": True})
     four, last = tuple(f"cuda:{place}" for place in range(4)), ("cuda:4",)
     assert placements(here) == (Placement(target=four, draft=last), Placement(target=four, draft=four))
-    assert len(placements(cores(4))) == 3
+
+
+def test_under_torchrun_every_process_has_a_core_of_this_machine_for_its_share(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    both = ("cpu:0", "cpu:1")
+    assert split(cores(2)) == []
+    assert split(cores(3)) == [Placement(target=both, draft=("cpu:2",))]
+    # Of another machine nobody has started anything.
+    assert split(cores(2).model_copy(update={"is_local": False})) == [Placement(target=both[:1], draft=both[1:])]
 
 
 def typed(hardware, workers, **more):

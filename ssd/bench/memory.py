@@ -7,9 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ssd.devices import torch_device
-from ssd.engine import draft as draft_side
-from ssd.engine import target as target_side
-from ssd.engine.engine import Engine, setup_for
+from ssd.engine.engine import Engine, sizes_for
 from ssd.models import memory_bytes
 from ssd.specs import Configuration
 
@@ -37,11 +35,10 @@ def processes(engine: Engine, configuration: Configuration) -> tuple[int, ...]:
 
 
 def planned_bytes(engine: Engine, configuration: Configuration) -> tuple[int, int]:
-    """Return what target and draft take by the plan: weights, and key-value slots for all rows that the engine has room for."""
-    pair, rows, place = engine.pair, engine.max_num_seqs, configuration.placement
-    slots = rows * target_side.slots_needed(pair.max_model_len, configuration.num_speculative_tokens)
-    target = memory_bytes(engine.plan.models, pair.target, torch_device(place.target), slots)
+    """Return what target and draft take by the plan: weights, key-value slots for all rows that the engine has room for, and graphs."""
+    pair, place = engine.pair, configuration.placement
+    sizes = sizes_for(configuration, engine.max_num_seqs, pair.max_model_len)
+    target = memory_bytes(engine.plan.models, pair.target, torch_device(place.target), sizes[0])
     if configuration.mode == "ar" or pair.draft is None:
         return target, 0
-    slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(configuration), rows)
-    return target, memory_bytes(engine.plan.models, pair.draft, torch_device(place.draft), slots, drafts=True)
+    return target, memory_bytes(engine.plan.models, pair.draft, torch_device(place.draft), sizes[1], drafts=True)

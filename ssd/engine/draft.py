@@ -140,7 +140,7 @@ class Drafter:
     def _send(self, rows: Sequence[DraftRow], told: tuple[Counts, ...] = (), *, backs_up: bool = True) -> None:
         with recorded(self.spans, "draft", "answer", self.round, _names(rows)):
             self._complete(rows, backs_up=backs_up)
-            drafts = Drafts(self.round, tuple(self._draft(row) for row in rows), told)
+            drafts = Drafts(self.round, tuple(map(self._draft, rows, self._drafted(rows))), told)
         self.link.send(drafts)
 
     def _build_on(self) -> None:
@@ -177,11 +177,17 @@ class Drafter:
 
     # --- the answer ---
 
-    def _draft(self, row: DraftRow) -> Draft:
-        K = self.setup.num_speculative_tokens
+    def _drafted(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:
+        """Return up to K tokens of each row's draft, in one transfer from the device."""
+        found = [row.draft.tokens[1 : self.setup.num_speculative_tokens + 1] if row.draft is not None else [] for row in rows]
+        every = [token for tokens in found for token in tokens]
+        known = iter(torch.cat(every).tolist() if every else ())
+        return [tuple(islice(known, len(tokens))) for tokens in found]
+
+    def _draft(self, row: DraftRow, drafted: tuple[int, ...]) -> Draft:
         laws = None
         if row.speculates and row.draft is not None:
-            row.sent = tuple(torch.cat(row.draft.tokens[1 : K + 1]).tolist()) if row.drafted else ()
+            row.sent = drafted
             if row.proposer.sends_q:
                 laws = Laws.of([law for law in row.draft.laws[: len(row.sent)] if law is not None])
         elif row.speculates and row.lookup is not None:

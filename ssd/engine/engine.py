@@ -21,14 +21,15 @@ from ssd.catalog import check_here
 from ssd.devices import check_present, core_ids, host, pin, pinned, torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
-from ssd.engine.address import rank, this_host, under_torchrun
+from ssd.engine.address import local_rank, rank, this_host, under_torchrun
 from ssd.engine.draft_process import spawn
+from ssd.engine.graph_memory import Size
 from ssd.engine.group import DraftGroup, reason
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
 from ssd.engine.peer import LOAD_DEADLINE, DraftPeer, Spawned
 from ssd.engine.resolve import resolved
 from ssd.engine.scheduler import Request, Scheduler
-from ssd.engine.shares import follow, lead, share_of, shares
+from ssd.engine.shares import follow, lead, leaders, shares
 from ssd.engine.spans import MAX_SPANS, on_our_clock
 from ssd.engine.target import Target
 from ssd.engine.text import Text
@@ -137,16 +138,16 @@ class Engine:
     def _check_configuration(self, plan: Plan, pair: Pair) -> None:
         check_lookahead(pair, plan.num_speculative_tokens)
         check_shares("target", pair.target, shares(plan.placement.target))
-        rows = self.max_num_seqs
-        target_slots = rows * target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
-        draft_slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(plan), rows)
-        check_memory(pair, plan.models, plan.hardware, plan.placement, (target_slots, draft_slots))
+        check_memory(pair, plan.models, plan.hardware, plan.placement, sizes_for(plan, self.max_num_seqs, pair.max_model_len))
         check_present("placement.target", plan.placement.target)
         for ids in plan.placement.workers if plan.mode != "ar" else ():
             if host(ids) is None:
                 check_present("placement.draft", ids)
 
     def _start(self, plan: Plan) -> None:
+        if (count := shares(plan.placement.target)) > 1:
+            # The others are there already, and would not wait as long as a draft of another host may take.
+            lead(count)
         if plan.mode != "ar":
             self._start_drafts(plan)
         self._load_target(plan)
@@ -184,7 +185,7 @@ class Engine:
         target = plan.placement.target
         device = torch_device(target)
         dtype, count = compute_dtype(plan.models, device), shares(target)
-        with pinned(share_of(target, 0, count)):
+        with pinned(leaders(target)):
             self.loaded = lead(count).load(self.pair.target, target, dtype) if count > 1 else load(self.pair.target, device, dtype)
 
     def _boot(self, plan: Plan, place: Placement) -> Boot:
@@ -259,7 +260,7 @@ class Engine:
             self._worker.failed = error
             raise
         self.plan = plan
-        pin(share_of(plan.placement.target, 0, shares(plan.placement.target)))
+        pin(leaders(plan.placement.target))
         slots = target_side.slots_needed(self.pair.max_model_len, plan.num_speculative_tokens)
         setup, drafts = setup_for(plan), plan.mode != "ar"
         if drafts and setup != self._setup:
@@ -467,8 +468,20 @@ def _serve_rank(plan: Plan) -> Never:
     assert address is not None, "ranks are torchrun's"
     if name not in map(host, plan.placement.workers):
         raise ValueError(f"placement.draft={plan.placement.draft}: there is nothing to do for torchrun's process {rank()} on {name}")
+    if local_rank():
+        # One serves; a second would wait for an engine that never calls.
+        raise SystemExit(0)
     serve_engines(address, name, once=True)
     raise SystemExit(0)
+
+
+def sizes_for(plan: Configuration, rows: int, max_model_len: int) -> tuple[Size, Size]:
+    """Return the sizes of target and draft over slots, in an engine for so many requests together."""
+    setup, places = setup_for(plan), rows * (plan.num_speculative_tokens + 1)
+    target = Size(rows, target_side.slots_needed(max_model_len, plan.num_speculative_tokens), places)
+    # After a miss the draft reads what was sent, with logits as at the target; otherwise it feeds a token of every branch.
+    branches = rows * draft_side.most_branches(setup, 1)
+    return target, Size(rows, draft_side.slots_needed(max_model_len, setup, rows), max(places, branches))
 
 
 def setup_for(plan: Configuration) -> Setup:
