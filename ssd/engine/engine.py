@@ -108,6 +108,7 @@ class Engine:
         # Of the draft workers that were started, those that the configuration uses.
         self.peer: DraftPeer | DraftGroup | None = None
         self._started: tuple[DraftPeer, ...] = ()
+        self._draft_on: tuple[tuple[str, ...], ...] = ()
         self._restart, self._listen, self._cores = restart, listen, core_ids()
         self._numbers = itertools.count()
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)

@@ -260,7 +260,7 @@ def test_a_draft_of_int8_weights_proposes_and_the_target_decides(plan_for, expec
     rounded = plan.model_copy(update={"models": plan.models.model_copy(update={"draft_weights": "int8"})})
     boots = []
     with ssd.Engine.from_plan(rounded) as engine:
-        boots += [engine._boot(rounded).int8, engine._boot(plan).int8]
+        boots += [engine._boot(each, each.placement).int8 for each in (rounded, plan)]
         for configuration in (rounded, Configuration(mode="sd", num_speculative_tokens=2, placement=rounded.placement)):
             engine.configure(configuration)
             assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
