@@ -13,7 +13,7 @@ import pytest
 from ssd.asked import Asked
 from ssd.cli import run
 from ssd.options import Axes, plans_to_run
-from ssd.specs import Plan, Prediction, Profile
+from ssd.specs import Plan, Prediction, Profile, Texts
 from tests import handmade
 from tests.plans import heed_interrupts
 
@@ -188,11 +188,9 @@ def test_bench_measures_this_machine_once_for_the_heaviest_point(common, saved, 
     profile = Profile(
         hardware="two cores",
         models=plan.models,
-        prompt_set="code",
+        texts=(Texts(prompt_set="code", draft_acceptance_rate=0.8, acceptance_source="measured"),),
         forwards=(),
         prefill_seconds_per_token=0.1,
-        draft_acceptance_rate=0.8,
-        acceptance_source="measured",
         link_seconds=0.0,
         overhead_seconds=0.0,
     )
@@ -381,11 +379,9 @@ def test_profile_writes_what_planning_reads(common, tmp_path, monkeypatch, capsy
     found = Profile(
         hardware="two cores",
         models=Models(target="t"),
-        prompt_set="code",
+        texts=(Texts(prompt_set="code", draft_acceptance_rate=0.8, acceptance_source="measured"),),
         forwards=(),
         prefill_seconds_per_token=0.1,
-        draft_acceptance_rate=0.8,
-        acceptance_source="measured",
         link_seconds=0.0,
         overhead_seconds=0.0,
     )
