@@ -79,7 +79,7 @@ def profile(
     ignore_eos: bool = False,
     brief: bool = False,
 ) -> Profile:
-    """Measure `models` on `hardware`, which must be this machine, in two or three minutes for models of a billion weights and one load.
+    """Measure `models` on `hardware`, which must be this machine, in a few minutes for models of a billion weights and one load.
 
     Texts of each prompt set at each temperature first, by default the workload's own; then forwards, those of batches with the tokens of
     all their rows packed into one, at the workload's context and, the smallest and the largest, at a longer one; then, of each mode at each
