@@ -41,7 +41,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-sets", default="code,chat")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--batch-sizes", default="1,4")
-    parser.add_argument("--lookaheads", default="1,2,3,4", help="K of SSD; SD has two more")
+    parser.add_argument("--lookaheads", default="1,2,3,4,6,8", help="K of SD and SSD")
+    parser.add_argument("--budgets", default="0,1,2", help="cached outcomes of SSD, times K + 1; 0: a single one")
     parser.add_argument("--ways", default="lists,budget,anytime", help="how outcomes are chosen and the cache is built")
     parser.add_argument("--backups", default="jit,none,ngram")
     parser.add_argument("--output-tokens", type=int, default=48)
@@ -60,11 +61,12 @@ def grid(asked: argparse.Namespace, hardware: ssd.Hardware) -> list[Configuratio
 def _at(asked: argparse.Namespace, place: Placement, lookaheads: Sequence[int]) -> Iterator[Configuration]:
     if place.overlaps:
         yield Configuration(mode="ar", placement=Placement(target=place.target))
-        for K in (*lookaheads, *(lookaheads[-1] + more for more in (1, 2))):
+        for K in lookaheads:
             yield Configuration(mode="sd", num_speculative_tokens=K, placement=place)
         return
-    for K, way, twice, backup in product(lookaheads, asked.ways.split(","), (1, 2), asked.backups.split(",")):
-        budget = twice * (K + 1)
+    times = [int(each) for each in asked.budgets.split(",")]
+    for K, way, each, backup in product(lookaheads, asked.ways.split(","), times, asked.backups.split(",")):
+        budget = max(1, each * (K + 1))
         lists = {"fan_out_hit": uniform(budget, K), "fan_out_miss": uniform(budget, K)}
         fields = lists if way == "lists" else {"budget": budget, "building": "anytime" if way == "anytime" else "fixed"}
         yield Configuration(mode="ssd", num_speculative_tokens=K, placement=place, backup=backup, **fields)

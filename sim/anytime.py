@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 
 from sim.choice import Place, Ranked, ranked
-from sim.draft import Draft, DraftDevice, Owner, rows_of
+from sim.draft import Draft, DraftDevice, Owner, context_of, rows_of
 from sim.link import Proposal, Turn
 from sim.tempo import Tempo
 
@@ -87,7 +87,7 @@ class AnytimeDraft(Draft):
         self.device.coming = frozenset()
         if turn.outcomes:
             self.tempo.heard()
-        elif turn.piece is None:
+        elif not turn.pieces:
             self.tempo.rest()
         for outcome in turn.outcomes:
             if drafted := self.sent.get(outcome.request, 0):
@@ -132,7 +132,7 @@ class AnytimeDraft(Draft):
         self.places = {request: place for place, request in enumerate(rows)}
         self.sent = {request: proposal.drafted for request, proposal in rows.items()}
         planned, spare = self._plans(tuple(rows.values()))
-        device.context = sum(outcome.context for outcome in turn.outcomes) + (turn.piece.context if turn.piece else 0)
+        device.context = context_of(turn)
         if self.scenario.draft_slots is not None:
             room = max(0, self.scenario.draft_slots - device.context) // self.K
             planned, spare = planned[:room], spare[: max(0, room - len(planned))]

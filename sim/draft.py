@@ -9,7 +9,7 @@ from numpy.random import Generator as Random
 from sim.choice import as_lists, ranked
 from sim.device import Device, Mark
 from sim.draws import one_by_one
-from sim.link import Answer, Link, Piece, Proposal, Turn, Verdict
+from sim.link import Answer, Link, Proposal, Turn, Verdict
 from sim.outages import Outage
 from sim.scenario import Scenario
 from theory.check import FloatArray
@@ -124,7 +124,7 @@ class Draft:
             device.settle(turn.sent)
         if self.back is not None:
             self._return(self.back)
-        expected = bool(turn.outcomes) or (turn.piece is not None and self.one_device)
+        expected = bool(turn.outcomes) or bool(turn.pieces and self.one_device)
         if self.outage[0] <= turn.arrived:
             self._die()
         else:
@@ -171,8 +171,8 @@ class Draft:
         ready = devices[0].now if len(devices) == 1 else max([devices[0].now, *[devices[index].now for index, _ in owners]])
         if turn.unknown and not self.drafts:
             self._feed(turn.unknown, turn)
-        if turn.piece and self.one_device:
-            self._feed_piece(turn.piece, turn)
+        if turn.pieces and self.one_device:
+            self._feed_pieces(turn)
             ready = devices[0].now
         return proposals, ready
 
@@ -203,12 +203,12 @@ class Draft:
     # What follows an answer
 
     def _plan(self, turn: Turn, proposals: Sequence[Proposal], ready: float) -> None:
-        """Tell each other the drafts, feed a piece of a prompt, and begin to build for the outcomes of this round."""
+        """Tell each other the drafts, feed pieces of prompts, and begin to build for the outcomes of this round."""
         if len(self.devices) > 1:
             for device in self.devices:
                 device.rest(ready + self.scenario.link_seconds, turn.round)
-        if turn.piece and not self.one_device:
-            self._feed_piece(turn.piece, turn)
+        if turn.pieces and not self.one_device:
+            self._feed_pieces(turn)
         for device in self.devices:
             device.round = turn.round
         if self.caches:
@@ -216,9 +216,7 @@ class Draft:
 
     def _deal(self, turn: Turn, proposals: Sequence[Proposal]) -> None:
         """Deal the branches out to the devices."""
-        context = 0
-        if self.contexts:
-            context = sum([outcome.context for outcome in turn.outcomes]) + (turn.piece.context if turn.piece else 0)
+        context = context_of(turn) if self.contexts else 0
         self.fan_outs = self._fan_outs(turn, proposals, context)
         dealt, count, self.firsts = 0, len(self.devices), {}
         for request, fan_out in self.fan_outs.items():
@@ -231,14 +229,15 @@ class Draft:
             device.context, device.names = context, names
 
     def _fan_outs(self, turn: Turn, proposals: Sequence[Proposal], context: int) -> FanOuts:
-        """Of the rows whose drafts are verified, and of a prompt that ends: a round with an empty draft; as many as memory has room for."""
+        """Of the rows whose drafts are verified, and of prompts that end: a round with an empty draft; as many as memory has room for."""
         if self.scenario.budget:
             rows = rows_of(turn, proposals)
             found = dict(zip(rows, self._chosen(tuple(rows.values())), strict=True))
         else:
             found = {outcome.request: self._fan_out(proposal) for outcome, proposal in zip(turn.outcomes, proposals, strict=True)}
-            if turn.piece and turn.piece.last:
-                found[turn.piece.request] = self._fan_out(Proposal())
+            for piece in turn.pieces:
+                if piece.last:
+                    found[piece.request] = self._fan_out(Proposal())
         if self.scenario.draft_slots is None:
             return found
         room = max(0, self.scenario.draft_slots - context) // self.K
@@ -259,10 +258,11 @@ class Draft:
     def _listed(self, proposal: Proposal) -> tuple[int, ...]:
         return shortened(self.scenario.fan_out_hit if proposal.hit else self.scenario.fan_out_miss, proposal.drafted)
 
-    def _feed_piece(self, piece: Piece, turn: Turn) -> None:
+    def _feed_pieces(self, turn: Turn) -> None:
         for device in self.devices:
-            device.names = (piece.request,)
-            device.feed(piece.tokens, piece.context, turn.round)
+            for piece in turn.pieces:
+                device.names = (piece.request,)
+                device.feed(piece.tokens, piece.context, turn.round)
 
     def _feed(self, prompts: Sequence[int], turn: Turn) -> None:
         """Feed rows from their beginnings."""
@@ -309,9 +309,14 @@ class Draft:
 
 
 def rows_of(turn: Turn, proposals: Sequence[Proposal]) -> dict[str, Proposal]:
-    """The drafts that are to be verified, and that of a prompt that ends, an empty one."""
+    """The drafts that are to be verified, and those of prompts that end, empty ones."""
     rows = {outcome.request: proposal for outcome, proposal in zip(turn.outcomes, proposals, strict=True)}
-    return rows | {turn.piece.request: Proposal()} if turn.piece and turn.piece.last else rows
+    return rows | {piece.request: Proposal() for piece in turn.pieces if piece.last}
+
+
+def context_of(turn: Turn) -> int:
+    """Tokens whose keys and values the draft reads."""
+    return sum([outcome.context for outcome in turn.outcomes]) + sum([piece.context for piece in turn.pieces])
 
 
 def fitting(fan_outs: FanOuts, budget: int) -> FanOuts:

@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Target to draft, before forward `round`: the outcomes of the rows that go on, for which drafts are due, and a piece of a prompt.
+    """Target to draft, before forward `round`: the outcomes of the rows that go on, for which drafts are due, and pieces of prompts.
 
     sent, arrived: seconds from the start. unknown: for each row that a draft which is back does not know, the tokens to feed first, 0
     where prompts are fed whole.
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
     sent: float
     arrived: float
     outcomes: Sequence[Verdict] = ()
-    piece: Piece | None = None
+    pieces: Sequence[Piece] = ()
     unknown: tuple[int, ...] = ()
 
 

@@ -30,7 +30,7 @@ class Outcomes(Protocol):
     """A model of outcomes."""
 
     def start(self, rng: np.random.Generator) -> Draw:
-        """A new stream: a function of (drafted length, whether the draft was a hit) that returns the next (k, rank)."""
+        """A request's stream: a function of (drafted length, whether the draft was a hit) that returns the next (k, rank)."""
         ...
 
     def chances(self, drafted: int, hit: bool) -> FloatArray:
@@ -150,15 +150,15 @@ class Trace:
             raise ValueError(f"ends={self.ends!r} and ranks={self.ranks!r} differ in length: give one rank of each for every token")
 
     def start(self, rng: np.random.Generator) -> Draw:
-        """A stream that reads random texts from their beginning, each cut off where a draft would reach past its end."""
+        """A stream that reads a random text from its beginning, and others behind it."""
         texts = tuple(zip(self.ranks, self.ends or self.ranks, strict=True))
         (text, end), place = texts[int(rng.integers(len(texts)))], 0
 
         def draw(drafted: int, hit: bool) -> Outcome:
             nonlocal text, end, place
-            if place + drafted >= len(text):
-                text, end = texts[int(rng.integers(len(texts)))]
-                place = 0
+            while place + drafted >= len(text):
+                more, more_end = texts[int(rng.integers(len(texts)))]
+                text, end, place = text[place:] + more, end[place:] + more_end, 0
             outcome = outcome_at(text, place, drafted, end)
             place += outcome[0] + 1
             return outcome

@@ -23,8 +23,9 @@ class Scenario:
 
     The load: num_requests requests of output_tokens each, a number or a list to draw from. They run in a closed loop, batch_size at a time,
     unless request_rate (Poisson arrivals, a second) or arrival_seconds (rising, one each) is given; or a trace, of each request its
-    arrival, prompt and output tokens. A prompt is fed whole, in target_prefill_seconds; or, with prompt_chunk, in pieces of so many tokens,
-    prompt_tokens in all (a number or a list to draw from; with an equally long list of output_tokens, in pairs).
+    arrival, prompt and output tokens. A prompt is fed whole, in target_prefill_seconds, beside running rows one in a forward, else all that
+    wait; or, with prompt_chunk, forwards feed up to so many tokens of prompts, prompt_tokens each (a number or a list to draw from; with an
+    equally long list of output_tokens, in pairs).
 
     mode: "ar" (target alone), "sd" (draft, then verify), "ssd". verify: latency of a target forward by its tokens, over all rows, and by
     the tokens of prompts and outputs that it reads. overhead_seconds: the target's own work a round besides the forward. Every forward

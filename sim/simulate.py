@@ -78,7 +78,8 @@ class Result:
     def busy_share(self, device: str) -> float:
         """Share of the wall clock, 0..1, in which a device worked; the target's own overhead is no work of the device."""
         busy = math.fsum(seconds for activity, seconds in self.spent.get(device, {}).items() if activity not in (*RESTING, "overhead"))
-        return busy / self.metrics.total_seconds if self.metrics.total_seconds else 0.0
+        # The two are summed in another order.
+        return min(1.0, busy / self.metrics.total_seconds) if self.metrics.total_seconds else 0.0
 
     def _kept(self) -> tuple[list[Mark], list[Play], str]:
         if self.kept is None:
@@ -125,7 +126,7 @@ def _streams(scenario: Scenario, seeds: SeedSequence) -> list[Stream]:
         return []
     looked_up = scenario.ngram_outcomes if scenario.mode == "ssd" and scenario.backup == "ngram" else None
     rngs = [default_rng(seed) for seed in (seeds, *seeds.spawn(scenario.batch_size - 1))]
-    return [Stream(scenario.outcomes.start(rng), looked_up.start(rng) if looked_up else None) for rng in rngs]
+    return [Stream(scenario.outcomes, looked_up, rng) for rng in rngs]
 
 
 def _metrics(target: Target) -> Metrics:

@@ -1,4 +1,4 @@
-"""The target's process: rounds of waiting for the drafts, verifying them with a piece of a prompt beside, and telling the outcomes."""
+"""The target's process: rounds of waiting for the drafts, verifying them with pieces of prompts beside, and telling the outcomes."""
 
 import heapq
 import math
@@ -14,7 +14,7 @@ from sim.draft import Draft
 from sim.link import Link, Piece, Proposal, Turn, Verdict
 from sim.load import Request, Served
 from sim.metrics import Kind
-from sim.outcomes import Draw, Outcome
+from sim.outcomes import Draw, Outcome, Outcomes
 from sim.scenario import Scenario
 
 # On the link: of a row's outcome, and of a prompt's token.
@@ -24,12 +24,20 @@ NOTHING = Proposal()
 NO_VERDICT = Verdict("", 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stream:
     """Where the outcomes of one row of the batch come from, whoever is in it: of the draft model's drafts, and of prompt lookup's."""
 
-    drafted: Draw
-    looked_up: Draw | None
+    outcomes: Outcomes
+    of_lookup: Outcomes | None
+    rng: Random
+    drafted: Draw = field(init=False)
+    looked_up: Draw | None = field(default=None, init=False)
+
+    def begin(self) -> None:
+        """Begin a request."""
+        self.drafted = self.outcomes.start(self.rng)
+        self.looked_up = self.of_lookup.start(self.rng) if self.of_lookup else None
 
 
 @dataclass(slots=True)
@@ -127,25 +135,25 @@ class Target(Device):
         return self.scenario.slots_of(request.prompt_tokens, request.output_tokens)
 
     def _round(self) -> None:
-        """One forward: the drafts of all running rows, and of the first prompt that waits a piece."""
-        running, feeding = self.running, self.joining[0] if self.joining else None
-        piece = self._piece(feeding) if feeding else None
+        """One forward: the drafts of all running rows, and pieces of the prompts that wait."""
+        running = self.running
+        pieces = self._pieces() if self.joining else ()
         start = self.now
         if self.plays is not None:
             self.names = tuple([row.request.name for row in running])
-        proposals = self._asked(running, piece)
+        proposals = self._asked(running, pieces)
         since = self.now
         drafted = len(proposals)
         for proposal in proposals:
             drafted += proposal[0]
-        self._forward(running, piece, drafted)
-        if piece and not running:
-            self.names = (piece.request,)
+        self._forward(running, pieces, drafted)
+        if pieces and not running:
+            self.names = tuple([piece.request for piece in pieces])
         self.log("verify" if running else "prefill", since, self.number)
         verified, waited = self.now - since, since - start
         self.verify_seconds += len(running) * verified
         self.wait_seconds += len(running) * waited
-        if drafted or (piece and piece.tokens):
+        if drafted or any(piece.tokens for piece in pieces):
             self.now += self.overhead
             self.spent["overhead"] += self.overhead
         # Some of them leave.
@@ -153,38 +161,50 @@ class Target(Device):
             accepted, committed = self._settle(row, proposal)
             if self.plays is not None:
                 self.plays.append((row.request.name, proposal, accepted, committed, verified, waited, start))
-        if feeding and piece:
-            self._fed(feeding, piece)
+        # The first ones of those that join.
+        for row, piece in zip(tuple(self.joining), pieces, strict=False):
+            self._fed(row, piece)
 
-    def _piece(self, row: Row) -> Piece:
-        tokens = min(self.scenario.prompt_chunk, row.unfed)
-        whole = not self.scenario.prompt_chunk
-        return Piece(row.request.name, tokens, whole or tokens == row.unfed, row.context + (row.unfed if whole else tokens))
+    def _pieces(self) -> list[Piece]:
+        """What is fed of prompts, in the order in which they came: so many tokens, or of whole ones all that wait together, but one beside
+        running rows."""
+        if not self.scenario.prompt_chunk:
+            rows = [self.joining[0]] if self.running else self.joining
+            return [Piece(row.request.name, 0, True, row.context + row.unfed) for row in rows]
+        left, pieces = self.scenario.prompt_chunk, []
+        for row in self.joining:
+            tokens = min(left, row.unfed)
+            pieces.append(Piece(row.request.name, tokens, tokens == row.unfed, row.context + tokens))
+            left -= tokens
+            if not left:
+                break
+        return pieces
 
-    def _forward(self, running: Sequence[Row], piece: Piece | None, drafted: int) -> None:
-        """Run the forward of so many tokens of running rows, drafts and all, and a piece."""
+    def _forward(self, running: Sequence[Row], pieces: Sequence[Piece], drafted: int) -> None:
+        """Run the forward of so many tokens of running rows, drafts and all, and of pieces."""
         verify, context = self.verify, sum([row.context for row in running]) if self.contexts else 0
         of_rows = verify(drafted, context) if drafted else 0.0
-        if piece is None:
+        if not pieces:
             self.now += self.forward_seconds(of_rows)
             return
-        tokens = drafted + piece.tokens
-        whole = (verify(tokens, context + piece.context) if tokens else 0.0) + self.scenario.target_prefill_seconds
+        tokens = drafted + sum([piece.tokens for piece in pieces])
+        reads = context + sum([piece.context for piece in pieces])
+        whole = (verify(tokens, reads) if tokens else 0.0) + len(pieces) * self.scenario.target_prefill_seconds
         seconds = self.forward_seconds(whole)
         self.now += seconds
         if whole:
             self.spent["prompt"] += seconds * max(0.0, 1 - of_rows / whole)
 
-    def _asked(self, running: Sequence[Row], piece: Piece | None) -> Sequence[Proposal]:
+    def _asked(self, running: Sequence[Row], pieces: Sequence[Piece]) -> Sequence[Proposal]:
         """Tell the draft what happened and what comes next, and wait for the drafts of the running rows."""
         if self.draft is None or (self.back is not None and self.now < self.back):
             return [NOTHING] * len(running)
         unknown = () if self.back is None else self._unknown()
         self.back = None
         outcomes = [row.outcome for row in running]
-        size = OUTCOME_BYTES * len(outcomes) + TOKEN_BYTES * (sum(unknown) + (piece.tokens if piece else 0))
+        size = OUTCOME_BYTES * len(outcomes) + TOKEN_BYTES * (sum(unknown) + sum([piece.tokens for piece in pieces]))
         start, there = self.now, self.outbox.arrival(self.now, size)
-        answer = self.draft.hear(Turn(self.number, start, there, outcomes, piece, unknown))
+        answer = self.draft.hear(Turn(self.number, start, there, outcomes, pieces, unknown))
         if answer is None:
             return ()
         self.now = answer.arrived
@@ -216,6 +236,8 @@ class Target(Device):
         row.context = piece.context
         if piece.last:
             self.running.append(self.joining.popleft())
+            if self.streams:
+                self.streams[row.place].begin()
             self._commit(row, *self._outcome(row, NOTHING), 1)
 
     def _commit(self, row: Row, accepted: int, rank: int, tokens: int) -> None:

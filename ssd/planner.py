@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, get_args
@@ -260,14 +260,18 @@ class _Task:
         """Those of the mode that was asked for."""
         return [p for p in played if self.mode in (None, p.configuration.mode)]
 
+    @cached_property
+    def found(self) -> list[tuple[Pace, list[tuple[float, Configuration]]]]:
+        """What theory finds of each mode at each placement, the best first."""
+        return [(its, _different(self.search.scored(mode, its))) for mode, its in self.paces]
+
     def played(self) -> list[Played]:
         """AR and SD of each placement, and the best of SSD: theory ranks, a short simulation screens some dozens, a long one tells.
 
         Large batches and prompt lookup are reckoned by theory instead.
         """
-        found = {(mode, its.placement): (its, _different(self.search.scored(mode, its))) for mode, its in self.paces}
-        plain = [self._play(ranked[0][1], its) for (mode, _), (its, ranked) in found.items() if mode != "ssd"]
-        rivals = [(seconds, c, its) for (mode, _), (its, ranked) in found.items() for seconds, c in ranked if mode == "ssd"]
+        plain = [self._play(ranked[0][1], its) for its, ranked in self.found if ranked[0][1].mode != "ssd"]
+        rivals = [(seconds, c, its) for its, ranked in self.found for seconds, c in ranked if c.mode == "ssd"]
         rivals.sort(key=lambda rival: -_value(rival[1], 1 / max(rival[0], 1e-12), self.hardware, self.objective))
         screened = [self._play(c, its, SCREENED_TOKENS) for _, c, its in rivals[:SCREENED]]
         screened.sort(key=lambda p: -self._value(p))
@@ -299,9 +303,22 @@ class _Task:
             workload=self.workload,
             objective=self.objective,
             alternatives=rest,
-            sensitivity=sensitivity(best, played, self.search, lambda p, speed: self._value(p, speed)) if self.mode is None else (),
+            sensitivity=sensitivity(best, self._scaled(played), self.search, self._value) if self.mode is None else (),
             profile=self.profile,
         )
+
+    def _scaled(self, played: Sequence[Played]) -> list[Played]:
+        """All that theory found, slower where the fastest of its mode and placement was played slower than theory has it."""
+        fastest: dict[tuple[Mode, Placement], float] = {}
+        for p in played:
+            fastest[_kind(p)] = max(p.tokens_per_second, fastest.get(_kind(p), 0.0))
+        found = []
+        for its, ranked in self.found:
+            all_of_it = [reckon(c, its, self.search, self.workload) for _, c in ranked]
+            by_theory = max(p.tokens_per_second for p in all_of_it)
+            factor = min(1.0, fastest.get(_kind(all_of_it[0]), by_theory) / by_theory)
+            found += [replace(p, tokens_per_second=p.tokens_per_second * factor) for p in all_of_it]
+        return found
 
     def _value(self, played: Played, speed: float | None = None) -> float:
         return _value(played.configuration, played.tokens_per_second if speed is None else speed, self.hardware, self.objective)

@@ -25,8 +25,8 @@ ROOFLINE_ERROR, PUBLISHED_ERROR, LENT_ERROR, PLAYED_ERROR = 0.05, 0.03, 0.08, 0.
 # An interquartile range in standard deviations.
 QUARTILES = 1.349
 RESAMPLED, SEED = 8, 0
-# How far and how finely a threshold is sought, and among how many of each mode.
-FARTHEST, HALVINGS, LEADERS = 32, 8, 3
+# How far and how finely a threshold is sought.
+FARTHEST, HALVINGS = 32, 8
 # A draft step or a message is looked at up to so many seconds even where it takes none.
 UNNOTICED = 1e-4
 
@@ -71,16 +71,15 @@ class Doubt:
         return [self.search.of(outcomes.at(min(max(outcomes.alpha + by, 0.01), 0.99))) for by in (-error, error)]
 
 
-def sensitivity(best: Played, played: Sequence[Played], search: Search, value: Callable[[Played, float], float]) -> tuple[Sensitivity, ...]:
-    """How far acceptance, the draft's step and the link must move until another mode is ahead, among what was played; by theory."""
-    modes = {p.configuration.mode for p in played}
-    if len(modes) < 2:
+def sensitivity(best: Played, rivals: Sequence[Played], search: Search, value: Callable[[Played, float], float]) -> tuple[Sensitivity, ...]:
+    """How far acceptance, the draft's step and the link must move until another mode is ahead, among the best and its rivals; by theory."""
+    if len({p.configuration.mode for p in rivals}) < 2:
         return ()
-    rivals = [best, *(p for mode in modes for p in _leaders(played, mode, value))]
+    rivals = [best, *rivals]
     own = {id(p): search.seconds_per_token(p.configuration, p.pace) for p in rivals}
 
     def ahead(other: Search, change: Callable[[Pace], Pace]) -> Mode:
-        """The mode ahead, each simulated speed scaled by what theory makes of the change."""
+        """The mode ahead, each speed scaled by what theory makes of the change."""
 
         def changed(p: Played) -> float:
             seconds = other.seconds_per_token(p.configuration, change(p.pace))
@@ -98,10 +97,6 @@ def sensitivity(best: Played, played: Sequence[Played], search: Search, value: C
         ("link, one way", "s", link, (0.0, FARTHEST * max(link, UNNOTICED)), lambda x: ahead(search, lambda pace: _linked(pace, x - link))),
     ]
     return tuple(_thresholds(*each, best.configuration.mode) for each in inputs)
-
-
-def _leaders(played: Sequence[Played], mode: Mode, value: Callable[[Played, float], float]) -> list[Played]:
-    return sorted((p for p in played if p.configuration.mode == mode), key=lambda p: -value(p, p.tokens_per_second))[:LEADERS]
 
 
 def _drafting(pace: Pace, more: float) -> Pace:

@@ -17,7 +17,6 @@ from ssd.bench.measure import run_once
 from ssd.bench.run import total
 from ssd.bench.tables import label
 from ssd.engine.engine import Engine
-from ssd.engine.prefix import PREFILL_CHUNK
 from ssd.models import inspect
 from ssd.outcomes import OutcomeModel, Traced, outcome_model
 from ssd.pace import pace
@@ -256,21 +255,14 @@ def _check(hardware: Hardware, models: Models, chosen: Sequence[Case], output_to
 def _predicted(case: Case, profile: Profile, output_tokens: int, share: float) -> Numbers:
     played = scenario(case, profile, output_tokens, share)
     result = simulate(played, record=False)
-    fed = _fed_together(case, profile) if not played.target_prefill_seconds else 0.0
-    firsts = [fed + (served.ttft or 0.0) for served in result.requests]
+    firsts = [served.ttft for served in result.requests]
     return _numbers(case, result.metrics, [served.tpot for served in result.requests], firsts)
-
-
-def _fed_together(case: Case, profile: Profile) -> float:
-    """Seconds in which the prompts of a wave are fed."""
-    return case.batch_size * case.prompt_tokens * profile.prefill_seconds_per_token
 
 
 def scenario(case: Case, profile: Profile, output_tokens: int, share: float = 1.0) -> Scenario:
     """What the planner would play for the case, under the load that is measured: whole waves of requests that come together.
 
-    share: of the profile's prompts the case decodes the first so many. Prompts that the engine feeds in one piece are left out: they are
-    over when the first tokens come, all of them at once.
+    share: of the profile's prompts the case decodes the first so many.
     """
     configuration = case.configuration
     its = pace(profile, configuration.placement, configuration.mode, configuration.verification)
@@ -280,8 +272,7 @@ def scenario(case: Case, profile: Profile, output_tokens: int, share: float = 1.
     played = prediction.scenario(
         configuration, its, _outcomes(case, profile, output_tokens, share).simulated(), load, prediction.SIMULATED_TOKENS
     )
-    together = case.batch_size * case.prompt_tokens <= PREFILL_CHUNK
-    prefill = 0.0 if together else case.prompt_tokens * its.prefill_seconds_per_token
+    prefill = case.prompt_tokens * its.prefill_seconds_per_token
     # Waves that come apart, each when the one before has long left.
     longest = 10 * case.batch_size * (prefill + output_tokens * its.verify(case.batch_size * (1 + configuration.num_speculative_tokens)))
     waves = -(-SIMULATED_REQUESTS // case.batch_size)

@@ -418,9 +418,9 @@ def test_beyond_a_threshold_the_plan_is_what_was_said():
     assert planned(alpha=0.8, step=0.75 * draft.above).mode != "ar"
     acceptance = by_name["acceptance"]
     assert (acceptance.value, acceptance.becomes_below) == (0.8, "ar")
-    # AR is then ahead of what was played for the acceptance that there is; shorter drafts may still be ahead of AR.
-    low = planned(alpha=0.75 * acceptance.below, step=2e-3)
-    assert low.mode == "ar" or low.num_speculative_tokens < plan.num_speculative_tokens
+    # Almost no token is accepted there, and speed hardly hangs on it.
+    there = planned(alpha=acceptance.below, step=2e-3)
+    assert speed(best(there, "ssd")) == pytest.approx(speed(best(there, "ar")), rel=0.05)
 
 
 def test_two_devices_hold_two_copies_of_a_draft_that_share_the_branches():

@@ -103,8 +103,9 @@ def test_a_plan_for_a_batch_says_so_and_from_which_size_on_another_backup_is_ahe
     profile = synthetic(TWO, traces=traces, looked_up=((8, 2, -1, -1, -1, -1, -1, -1, -1, -1), (-1,) * 10))
     plan = ssd.plan(TWO, PAIR, ssd.Workload(batch_size=4), profile=profile, mode="ssd")
     text = plan.explain()
-    assert f"predicted by simulation: {plan.predicted.tokens_per_second:.1f} tokens/s of decoding for 4 requests together" in text
-    first = plan.predicted.critical_batch_size
+    found = plan.predicted
+    assert f"predicted by {found.method}: {found.tokens_per_second:.1f} tokens/s of decoding for 4 requests together" in text
+    first = found.critical_batch_size
     assert f"critical batch size b* = {first}: from so many requests on, backup ngram is faster than jit" in text
     assert "prompt lookup: proposals at 2 of 20 tokens, 5.0 accepted of each" in text.split("measured:")[1].split("assumed:")[0]
     for mode in ("ar", "sd"):

@@ -36,6 +36,8 @@ BY_HAND = Scenario(
     target_prefill_seconds=20.0,
     draft_prefill_seconds=3.0,
 )
+# The second request comes while the first one's prompt is fed.
+STAGGERED = dataclasses.replace(BY_HAND, arrival_seconds=(0.0, 1.0))
 
 
 def spans(result, device, activity):
@@ -53,8 +55,18 @@ def by_request(result):
 # Rounds by hand
 
 
-def test_rows_are_verified_in_one_forward_and_a_prompt_is_fed_beside_running_ones():
+def test_prompts_that_wait_while_nobody_decodes_are_fed_together():
     result = simulate(BY_HAND)
+    # Two prompts of 20 s, then in each round two drafts of 3 tokens: 15 s.
+    assert spans(result, "target", "prefill") == [(0, 40, "0, 1")]
+    assert spans(result, "target", "verify") == [(40, 55, "0, 1"), (55, 70, "0, 1")]
+    assert [served.token_seconds for served in result.requests] == [(40, 55, 70)] * 2
+    # Both are fed by the draft, too, which then drafts for what may follow either.
+    assert [r.hit for r in result.rounds] == [True] * 4
+
+
+def test_rows_are_verified_in_one_forward_and_a_prompt_is_fed_beside_running_ones():
+    result = simulate(STAGGERED)
     # The prompt of request-1 takes 20 s beside the draft of request-0, 3 tokens in 12 s; then both, 6 tokens, take 15 s.
     assert spans(result, "target", "prefill") == [(0, 20, "0")]
     assert spans(result, "target", "verify") == [(20, 52, "0"), (52, 67, "0, 1"), (67, 79, "1")]
@@ -65,7 +77,7 @@ def test_rows_are_verified_in_one_forward_and_a_prompt_is_fed_beside_running_one
 
 
 def test_all_branches_of_all_rows_grow_in_one_forward_after_one_that_catches_up():
-    result = simulate(BY_HAND)
+    result = simulate(STAGGERED)
     # At 20: the prompt of request-1 (3 s), a step that catches request-0 up (1.0 s), then 2 steps of 6 branches (1.5 s).
     # At 52: two rows catch up (1.1 s); 2 steps of 6 branches. At 67: one row; 2 steps of 3 branches (1.2 s).
     assert spans(result, "draft", "prefill") == [(0, 3, "0"), (20, 23, "1")]
@@ -74,20 +86,20 @@ def test_all_branches_of_all_rows_grow_in_one_forward_after_one_that_catches_up(
 
 def test_rows_that_miss_are_drafted_for_together_and_the_batch_waits():
     # Request-0 hits after its prompt and never again; so does request-1.
-    result = simulate(dataclasses.replace(BY_HAND, outcomes=TwoState(Replay(((K, 2),), K), Replay(((K, 1),), K))))
+    result = simulate(dataclasses.replace(STAGGERED, outcomes=TwoState(Replay(((K, 2),), K), Replay(((K, 1),), K))))
     assert [(r.request[-1], r.hit) for r in result.rounds] == [("0", True), ("0", False), ("1", True), ("1", False)]
     # At 52 request-0 misses and request-1, whose prompt ended, hits: two steps for one row alone, and both wait.
     assert [(r.wait_seconds, r.drafter) for r in result.rounds] == [(0, "cache"), (2, "jit"), (2, "cache"), (2, "jit")]
 
 
 def test_the_backup_is_drafted_in_forwards_of_as_many_rows_as_miss():
-    never = dataclasses.replace(BY_HAND, outcomes=Replay(((K, NEVER),), K), draft_alone=Latency.of({1: 5.0, 2: 7.0}), output_tokens=10)
+    never = dataclasses.replace(STAGGERED, outcomes=Replay(((K, NEVER),), K), draft_alone=Latency.of({1: 5.0, 2: 7.0}), output_tokens=10)
     # A prompt hits, as the shorter draft of a record. Then request-0 misses, both, and request-1.
     assert [r.wait_seconds for r in simulate(never).rounds] == [0, 10, 10, 14, 14, 10]
 
 
 def test_misses_with_lookup_or_without_a_backup_cost_no_time():
-    missing = dataclasses.replace(BY_HAND, outcomes=Replay(((0, NEVER),), 0), output_tokens=9)
+    missing = dataclasses.replace(STAGGERED, outcomes=Replay(((0, NEVER),), 0), output_tokens=9)
     empty = simulate(dataclasses.replace(missing, backup="none"))
     assert {(r.drafted, r.committed, r.wait_seconds, r.drafter) for r in empty.rounds} == {(0, 1, 0, "none")}
     looked_up = dataclasses.replace(missing, backup="ngram", ngram_outcomes=Replay(((1, NEVER),), K))
@@ -110,20 +122,21 @@ def test_a_prompt_is_fed_in_pieces_beside_running_rows_and_its_last_one_gives_th
         output_tokens=10,
     )
     result = simulate(pieces)
-    # Pieces of 4, 4 and 3 tokens: 13, 13 and 12 s alone; beside 3 tokens of the other row 16, 16 and 15 s.
-    assert spans(result, "target", "prefill") == [(0, 13, "0"), (13.5, 26.5, "0"), (27, 39, "0")]
-    assert spans(result, "target", "verify")[:4] == [(39.5, 55.5, "0"), (56, 72, "0"), (72.5, 87.5, "0"), (88, 100, "1")]
+    # Pieces of 4, 4 and 3 tokens of the first prompt, and one of the second: 13 s each; then 4, 4 and 2 of the second beside 3 tokens of
+    # the other row: 16, 16 and 14 s.
+    assert spans(result, "target", "prefill") == [(0, 13, "0"), (13.5, 26.5, "0"), (27, 40, "0, 1")]
+    assert spans(result, "target", "verify")[:4] == [(40.5, 56.5, "0"), (57, 73, "0"), (73.5, 87.5, "0"), (88, 100, "1")]
     served = by_request(result)
-    assert served["request-0"].token_seconds == (39.5, 56, 72.5, 88)
+    assert served["request-0"].token_seconds == (40.5, 57, 73.5, 88)
     assert served["request-1"].token_seconds[0] == 88
-    # The draft feeds the same pieces, 1.3, 1.3 and 1.2 s.
-    assert [s[:2] for s in spans(result, "draft", "prefill")][:3] == [(0, 1.3), (13.5, 14.8), (27, 28.2)]
+    # The draft feeds the same pieces, 1.3, 1.3, 1.2 and 1 s.
+    assert [s[:2] for s in spans(result, "draft", "prefill")][:4] == [(0, 1.3), (13.5, 14.8), (27, 28.2), (28.2, 29.2)]
 
 
 def test_requests_join_as_others_leave():
     result = simulate(dataclasses.replace(BY_HAND, num_requests=4, output_tokens=4))
-    # Each decodes once after its prompt, beside the next one's: never more than two at a time, and the last one alone.
-    assert [served.arrival for served in result.requests] == [0, 0, 52, 84]
+    # Each decodes once after its prompt, two at a time: 40 and 15 s.
+    assert [served.arrival for served in result.requests] == [0, 0, 55, 55]
     assert [len(served.token_seconds) for served in result.requests] == [2] * 4
 
 
@@ -149,7 +162,7 @@ def test_a_step_is_finished_for_the_true_branch_of_any_row():
 def test_a_scenario_without_a_draft_serves_batches_too():
     ar = Scenario("ar", Latency.of({1: 10.0, 2: 11.0}), output_tokens=5, num_requests=2, batch_size=2)
     result = simulate(ar)
-    assert [served.token_seconds for served in result.requests] == [(0, 10, 21, 32, 43), (10, 21, 32, 43, 53)]
+    assert [served.token_seconds for served in result.requests] == [(0, 11, 22, 33, 44)] * 2
     assert result.busy_share("target") == 1
 
 
@@ -383,12 +396,12 @@ def test_lengths_are_drawn_from_lists_and_lists_of_one_length_are_pairs():
 
 
 def test_percentiles_are_over_requests_and_over_gaps_between_rounds():
-    result = simulate(BY_HAND)  # request-0: 20, 52, 67; request-1: 52, 67, 79
-    assert [result.percentile("ttft", p) for p in (0, 50, 100)] == [20, 36, 52]
-    assert [result.percentile("e2e", p) for p in (0, 100)] == [67, 79]
+    result = simulate(STAGGERED)  # request-0: 20, 52, 67; request-1: 52, 67, 79
+    assert [result.percentile("ttft", p) for p in (0, 50, 100)] == [20, 35.5, 51]
+    assert [result.percentile("e2e", p) for p in (0, 100)] == [67, 78]
     assert [result.percentile("itl", p) for p in (0, 50, 100)] == [12, 15, 32]
     assert [result.percentile("tpot", p) for p in (0, 100)] == [27 / 6, 47 / 6]
-    assert (result.metrics.time_to_first_token, result.metrics.time_per_output_token) == (36, 74 / 12)
+    assert (result.metrics.time_to_first_token, result.metrics.time_per_output_token) == (35.5, 74 / 12)
     assert simulate(dataclasses.replace(BY_HAND, output_tokens=1)).percentile("tpot", 50) is None
 
 

@@ -3,7 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.latency import Latency
 from sim.outcomes import IID, NEVER, Positional, Replay, Trace, TwoState, outcome_at, rounds_of
+from sim.scenario import Scenario
+from sim.simulate import simulate
 from theory.acceptance import accepted_length_law
 
 CURVE = (0.0, 0.5, 0.7, 0.9)
@@ -119,6 +122,34 @@ def test_a_trace_answers_any_lookahead_from_the_same_text():
 
 def test_the_rounds_of_a_text_begin_at_each_of_its_first_places():
     assert rounds_of(((1, 1, 2, 1, 1),), 1) == [(1, 1), (0, 1), (1, 1), (1, 2), (1, 1)]
+
+
+@given(ranks_of_a_text, st.lists(st.integers(0, 3), min_size=2, max_size=6).filter(any).map(tuple), st.integers(1, 3))
+def test_every_request_as_long_as_a_text_reads_it_from_its_first_token_to_its_last(text, fan_out, rows):
+    K, free = len(fan_out) - 1, Latency.constant(0.0)
+    expected, place, hit = [], 1, text[0] <= sum(fan_out)
+    while place < len(text):
+        k, rank = outcome_at(text, place, K)
+        expected.append((hit, min(k + 1, len(text) - place)))
+        hit, place = rank <= fan_out[k], place + k + 1
+    result = simulate(
+        Scenario(
+            mode="ssd",
+            verify=Latency.constant(1.0),
+            target_prefill_seconds=1.0,
+            draft_step=free,
+            draft_alone=free,
+            num_speculative_tokens=K,
+            fan_out_hit=fan_out,
+            fan_out_miss=fan_out,
+            outcomes=Trace((text,)),
+            output_tokens=len(text),
+            num_requests=3 * rows,
+            batch_size=rows,
+        )
+    )
+    for served in result.requests:
+        assert [(r.hit, r.committed) for r in result.rounds if r.request == served.request] == expected
 
 
 @given(st.lists(ranks_of_a_text, min_size=1, max_size=3).map(tuple), st.integers(0, 5), st.integers(0, 100))
