@@ -132,7 +132,7 @@ class _Shown:
     def best(self) -> dict[Mode, Configuration]:
         """The fastest of each mode on the plan's devices, or on those of its target; of the plan's own mode, the plan."""
         used = set(self.plan.placement.devices)
-        known = [_listed(self.plan), *(c for c in self.plan.alternatives if c.mode != self.plan.mode)]
+        known = [self.plan, *(c for c in self.plan.alternatives if c.mode != self.plan.mode)]
         inside = [c for c in known if set(c.placement.devices) <= used] + known
         found: dict[Mode, Configuration] = {}
         for mode in NAMES:
@@ -316,14 +316,6 @@ class _Shown:
             )
         figure.update_layout(xaxis_title="$ a million tokens" if priced else "devices", yaxis_title="tokens/s", xaxis_rangemode="tozero")
         return _from_zero(figure)
-
-
-def _listed(configuration: Configuration) -> Configuration:
-    """The configuration with lists of as many outcomes in place of a choice anew each round, by which that is predicted."""
-    if not configuration.budget:
-        return configuration
-    lists = uniform(configuration.budget, configuration.num_speculative_tokens)
-    return configuration.model_copy(update={"budget": 0, "fan_out_hit": lists, "fan_out_miss": lists})
 
 
 def _figure(height: int = 330) -> go.Figure:

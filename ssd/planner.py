@@ -275,7 +275,14 @@ class _Task:
         rivals.sort(key=lambda rival: -_value(rival[1], 1 / max(rival[0], 1e-12), self.hardware, self.objective))
         screened = [self._play(c, its, SCREENED_TOKENS) for _, c, its in rivals[:SCREENED]]
         screened.sort(key=lambda p: -self._value(p))
-        return plain + [self._play(p.configuration, p.pace) for p in screened[:SIMULATED]]
+        return plain + [self._play(self._anew(p.configuration, p.pace), p.pace) for p in screened[:SIMULATED]]
+
+    def _anew(self, configuration: Configuration, its: Pace) -> Configuration:
+        """The same with outcomes chosen anew each round, which hit no less than lists, where that is known to be worth the draft's time."""
+        if not self._is_calibrated or its.verify(1) < WORTH_WEIGHING:
+            return configuration
+        budget = max(sum(configuration.fan_out_hit), sum(configuration.fan_out_miss))
+        return configuration.model_copy(update={"fan_out_hit": (), "fan_out_miss": (), "budget": budget})
 
     def _play(self, configuration: Configuration, its: Pace, tokens: int = SIMULATED_TOKENS) -> Played:
         if self.workload.batch_size <= SIMULATED_ROWS and configuration.backup != "ngram":
@@ -288,13 +295,7 @@ class _Task:
         doubt = Doubt(self.profile, self.search)
         chosen = predicted(best, played, doubt, best.critical_batch_size(self.search))
         rest = tuple(predicted(p, played, doubt) for p in self._rest(best, played))
-        fields: dict[str, Any] = {}
-        if chosen.mode != "ar":
-            fields["verification"] = self.verification
-        if chosen.mode == "ssd" and self._is_calibrated and best.pace.verify(1) >= WORTH_WEIGHING:
-            # In every table of docs/policies.md the adaptive choice hits no less than lists of as many outcomes, by which it is predicted.
-            fields |= {"fan_out_hit": (), "fan_out_miss": (), "budget": sum(chosen.fan_out_hit)}
-            rest = (chosen, *rest)
+        fields: dict[str, Any] = {"verification": self.verification} if chosen.mode != "ar" else {}
         return Plan.of(
             chosen,
             **fields,

@@ -81,11 +81,11 @@ class Search:
             return pace.round_seconds(0, self.rows)
         if configuration.mode == "sd":
             return self._sd_seconds_per_token(pace, K)
-        return self.ssd_seconds_per_token(pace, K, configuration.fan_out_hit, configuration.fan_out_miss, configuration.backup)
+        return self.ssd_seconds_per_token(pace, K, *self.lists(configuration), configuration.backup)
 
     def expected(self, configuration: Configuration, pace: Pace) -> Expected:
         """Return what theory expects of one of them."""
-        K, lists = configuration.num_speculative_tokens, (configuration.fan_out_hit, configuration.fan_out_miss)
+        K, lists = configuration.num_speculative_tokens, self.lists(configuration)
         seconds = self.seconds_per_token(configuration, pace)
         if configuration.mode == "ar":
             return Expected(seconds)
@@ -96,13 +96,19 @@ class Search:
         of_hit, of_miss = (np.pad(law, (0, K + 1 - law.size)) for law in rounds.laws)
         return _rates(seconds, share, share * of_hit + (1 - share) * of_miss, rounds.mean(share, rounds.drafted))
 
+    def lists(self, configuration: Configuration) -> tuple[Lists, Lists]:
+        """Its fan-outs after a hit and after a miss; of outcomes that are chosen anew each round, those that are likeliest on average."""
+        if configuration.budget:
+            return self.fan_outs(configuration.num_speculative_tokens, configuration.budget)[1]
+        return configuration.fan_out_hit, configuration.fan_out_miss
+
     def critical_batch_size(self, configuration: Configuration, pace: Pace) -> int | None:
         """The batch size from which on the fast backup is ahead of `jit`, all else as in this configuration of mode ssd.
 
         The fast one is `ngram` where prompt lookup was measured, else `none`. Where a build that outgrows the verification lets them
         change places more than once, the crossing next to the batch. None if there is none, as far as the latency tables are trusted.
         """
-        K, lists = configuration.num_speculative_tokens, (configuration.fan_out_hit, configuration.fan_out_miss)
+        K, lists = configuration.num_speculative_tokens, self.lists(configuration)
         trusted = TRUSTED * min(pace.verify.sizes[-1] / (1 + K), pace.alone.sizes[-1], pace.step.sizes[-1] / max(map(sum, lists)))
         sizes = np.arange(1, min(max(int(trusted), self.rows), LARGEST_BATCH) + 1)
         slow, fast = (

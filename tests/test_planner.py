@@ -440,7 +440,9 @@ def test_where_confidence_is_calibrated_outcomes_are_chosen_anew_each_round_unle
         for found in (synthetic(TWO, traces=texts(0.8), verify=verify, step=verify / 10) for verify in (19e-3, 20e-3))
     )
     assert (quick.budget, sum(quick.fan_out_hit) > 0) == (0, True)
-    lists = slow.alternatives[0]
-    assert (slow.fan_out_hit, slow.budget) == ((), sum(lists.fan_out_hit))
-    assert slow.predicted == lists.predicted
+    assert (slow.fan_out_hit, slow.budget) == ((), sum(quick.fan_out_hit))
+    assert {c.budget > 0 for c in slow.alternatives if c.mode == "ssd"} == {True}
+    # On average, as the simulator and theory know them, the likeliest outcomes are those of the best lists.
+    assert slow.predicted.hit_rate == pytest.approx(quick.predicted.hit_rate, abs=0.01)
+    assert slow.predicted.critical_batch_size == quick.predicted.critical_batch_size
     assert f"{slow.budget} cached outcomes chosen anew" in slow.explain()
