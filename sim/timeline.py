@@ -60,13 +60,16 @@ class Timeline:
         """Chrome/Perfetto trace events: complete ("X") events in microseconds, a thread for each device, and one for each request, where
         a round says who drafted, how many tokens and how many of them were accepted."""
         requests = {name: tid for tid, name in enumerate(dict.fromkeys(entry.request for entry in self.rounds))}
-        threads = [(0, tid, device) for tid, device in enumerate(DEVICES)] + [(1, tid, name) for name, tid in requests.items()]
+        # Those of several draft devices after the two that there always are.
+        devices = {name: tid for tid, name in enumerate(dict.fromkeys((*DEVICES, *sorted({span.device for span in self.spans}))))}
+        threads = [(0, tid, name) for name, tid in devices.items()] + [(1, tid, name) for name, tid in requests.items()]
         names = [{"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}} for pid, tid, name in threads]
         processes = [
             {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in enumerate(("devices", "requests"))
         ]
         rounds = [_chrome_round(entry, requests[entry.request]) for entry in self.rounds]
-        return {"traceEvents": [*processes, *names, *map(_chrome_event, self.spans), *rounds], "displayTimeUnit": "ms"}
+        events = [_chrome_event(span, devices[span.device]) for span in self.spans]
+        return {"traceEvents": [*processes, *names, *events, *rounds], "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
         """Write the Chrome/Perfetto trace as JSON."""
@@ -80,14 +83,14 @@ class Timeline:
         )
 
 
-def _chrome_event(span: Span) -> dict[str, object]:
+def _chrome_event(span: Span, tid: int) -> dict[str, object]:
     return {
         "name": span.activity,
         "ph": "X",
         "ts": span.start * 1e6,
         "dur": (span.end - span.start) * 1e6,
         "pid": 0,
-        "tid": DEVICES.index(span.device),
+        "tid": tid,
         "args": {"round": span.round, "request": span.request},
     }
 

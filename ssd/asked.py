@@ -42,10 +42,13 @@ SHARED: dict[str, Any] = {
     "fan_out": Annotated[str | None, typer.Option(help="F_0,...,F_K, typed by hand, such as 1,1,1,2.")],
     "budget": Annotated[int | None, typer.Option(help="Outcomes cached a request, chosen anew each round, instead of --fan-out.")],
     "building": Annotated[str | None, typer.Option(help="fixed, or anytime: build on while there is time. [default: fixed]")],
+    "draft_workers": Annotated[
+        int | None, typer.Option(help="Draft processes that share the cached outcomes, a device each, typed by hand. [default: 1]")
+    ],
     "backup": Annotated[str | None, typer.Option(help="Who drafts on a miss: jit, ngram or none, typed by hand. [default: jit]")],
 }
 # How to draft, typed by hand.
-TYPED = ("num_speculative_tokens", "fan_out", "budget", "building", "backup")
+TYPED = ("num_speculative_tokens", "fan_out", "budget", "building", "draft_workers", "backup")
 PLANNING = tuple(name for name in SHARED if name not in TYPED)
 # A profile has lists of temperatures and prompt sets of its own.
 MEASURING = ("target", "draft", "hardware", "max_model_len", "dtype", "draft_weights", "prompt_tokens", "output_tokens", "batch_size")
@@ -80,6 +83,7 @@ class Asked:
     fan_out: str | None = None
     budget: int | None = None
     building: str | None = None
+    draft_workers: int | None = None
     backup: str | None = None
 
 

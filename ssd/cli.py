@@ -40,6 +40,10 @@ app = typer.Typer(
 _words: list[str] = []
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+DraftHost = Annotated[str | None, typer.Option(help="Run the draft on this other host, where `ssd draft` is started.")]
+Listen = Annotated[
+    str | None, typer.Option(help="With --draft-host: HOST:PORT of this host, where the draft comes to. [default: torchrun's]")
+]
 SavePlan = Annotated[Path | None, typer.Option("--save", help="Write the plan as JSON to this file.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Write the result as JSON to this file.")]
 
@@ -135,6 +139,8 @@ def bench(
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Outcomes cached a request, typed by hand; a list such as 4,8.")] = None,
     temperature: Annotated[str, typer.Option(help="0 is greedy; a list such as 0,1.")] = "0",
+    draft_host: DraftHost = None,
+    listen: Listen = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two results that --out wrote, and measure nothing.", show_default=False)
     ] = None,
@@ -147,7 +153,7 @@ def bench(
     The plan, its best rivals and the baselines decode the same prompts in turn. Lists make a grid, measured in one run.
     """
     if compare is not None:
-        beside = (batch_size, prompt_tokens, num_speculative_tokens, budget, save, out, against)
+        beside = (batch_size, prompt_tokens, num_speculative_tokens, budget, draft_host, listen, save, out, against)
         changed = asked != Asked() or any(beside) or (num_prompts, warmup, temperature) != (8, 1, "0")
         _refuse(changed, "--compare", "measures nothing: leave out what is to be measured, --out and --save")
         _compare(*compare, as_json)
@@ -155,8 +161,10 @@ def bench(
     from ssd.options import Axes, plans_to_run
 
     axes = Axes.typed(batch_size, prompt_tokens, num_speculative_tokens, budget, temperature)
+    _refuse_listening(listen, draft_host)
     with _progress() as tell:
         plans = plans_to_run(asked, axes, tell)
+    plans = plans if draft_host is None else [one.with_draft_on(draft_host) for one in plans]
     found = plans[0]
     _refuse(save is not None and len(plans) > 1, "--save", f"there are {len(plans)} plans, one for each point of the grid: leave it out")
     _saved(found, save)
@@ -179,6 +187,7 @@ def bench(
             prompt_set=kind,
             command=shlex.join(["ssd", *_words]),
             progress=tell,
+            listen=listen,
         )
     if out is not None:
         _write(out, result.model_dump_json(indent=2))
@@ -215,10 +224,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes the output repeatable, in every mode. [default: another each time]")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")] = None,
     timeline: Annotated[Path | None, typer.Option(help="Write what both devices did as a trace for Chrome or ui.perfetto.dev.")] = None,
-    draft_host: Annotated[str | None, typer.Option(help="Run the draft on this other host, where `ssd draft` is started.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="With --draft-host: HOST:PORT of this host, where the draft comes to. [default: torchrun's]")
-    ] = None,
+    draft_host: DraftHost = None,
+    listen: Listen = None,
     save: SavePlan = None,
     as_json: Json = False,
 ) -> None:
@@ -233,7 +240,7 @@ def generate(
     asked_for |= {"repetition_penalty": repetition_penalty, "stop": tuple(stop or ())}
     # A mistake is named before anything is measured or loaded.
     SamplingParams.model_validate(asked_for)
-    _refuse(listen is not None and draft_host is None, "--listen", "is where the draft of another host comes to: name it with --draft-host")
+    _refuse_listening(listen, draft_host)
     with _progress() as tell:
         found = plan_to_run(asked, tell)
     found = _saved(found if draft_host is None else found.with_draft_on(draft_host), save)
@@ -441,6 +448,10 @@ def _show(what: RenderableType) -> None:
 def _refuse(condition: object, option: str, remedy: str) -> None:
     if condition:
         raise ValueError(f"{option}: {remedy}")
+
+
+def _refuse_listening(listen: str | None, draft_host: str | None) -> None:
+    _refuse(listen is not None and draft_host is None, "--listen", "is where the draft of another host comes to: name it with --draft-host")
 
 
 def _saved(plan: Plan, path: Path | None) -> Plan:

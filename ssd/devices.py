@@ -45,9 +45,14 @@ def index(name: str) -> int:
     return int(_there(name).split(":")[1])
 
 
+def is_core(name: str) -> bool:
+    """Whether it is a CPU core."""
+    return kind(name) == CORE
+
+
 def are_cores(ids: tuple[str, ...]) -> bool:
     """Whether all `ids` are CPU cores."""
-    return all(kind(name) == CORE for name in ids)
+    return all(map(is_core, ids))
 
 
 def is_cpu(device: torch.device) -> bool:

@@ -13,7 +13,9 @@ import numpy as np
 from ssd.devices import pinned
 from ssd.engine.engine import Engine
 from ssd.engine.link import Ping, Rehearse, Rehearsed
+from ssd.engine.peer import DraftPeer
 from ssd.engine.rehearsal import rehearse
+from ssd.engine.shares import leaders
 from ssd.specs import Configuration, ForwardLatency, Placement
 
 VERIFY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
@@ -51,7 +53,8 @@ class Forwards:
         """Time both models at `place`: alone where they take turns there, each beside the other where they do not."""
         alone = place.overlaps or not place.draft
         if place.draft:
-            self.engine.configure(Configuration(mode="sd", num_speculative_tokens=1, placement=place))
+            # Of several workers, which are alike, one is asked.
+            self.engine.configure(Configuration(mode="sd", num_speculative_tokens=1, placement=place.of_worker(-1)))
         target, draft = (bound(measure, place, alone=alone) for measure in (self._target, self._draft))
         yield self._table("target", place.target, self._sizes(VERIFY_TOKENS), target, not alone)
         if place.draft:
@@ -63,7 +66,7 @@ class Forwards:
 
     def probe(self) -> float:
         """Return the seconds of a forward of the target with a token for each row, after a few."""
-        with pinned(self.engine.plan.placement.target):
+        with pinned(leaders(self.engine.plan.placement.target)):
             return statistics.median(rehearse(self.engine.loaded, self.rows, self.context, lambda done: done < LONGER_REPEATS))
 
     def expected_seconds(self, place: Placement, forward: float) -> float:
@@ -72,9 +75,14 @@ class Forwards:
         longer = 1 if self._longer(self.rows * BRANCHES[-1]) is None else 1.5
         return tables * longer * max(LEAST_SECONDS, forward * REPEATS * len(VERIFY_TOKENS))
 
+    @property
+    def peer(self) -> DraftPeer | None:
+        """The draft's worker; of several, which are alike, the first."""
+        return self.engine.peer.peers[0] if self.engine.peer is not None else None
+
     def ask(self, question: object, kind: type[T]) -> T:
         """Return the draft's answer; RuntimeError if it is lost."""
-        peer = self.engine.peer
+        peer = self.peer
         answer = peer.ask(question, kind) if peer is not None else None
         if answer is None:
             raise RuntimeError(f"the draft was lost while profiling: {peer.lost if peer is not None else 'there is none'}")
@@ -141,28 +149,29 @@ class Forwards:
         return max(0.0, statistics.median(far) / statistics.median(near) - 1) / (longer - self.context)
 
     def _target(self, place: Placement, tokens: int, repeats: int, context: int, alone: bool) -> list[float]:
-        with pinned(place.target), self._busy_draft(alone):
+        with pinned(leaders(place.target)), self._busy_draft(alone):
             return rehearse(self.engine.loaded, tokens, context, lambda done: done < repeats)
 
     @contextmanager
     def _busy_draft(self, alone: bool) -> Iterator[None]:
-        if alone or self.engine.peer is None:
+        if alone or self.peer is None:
             yield
             return
-        self.engine.peer.tell(Rehearse(self.rows * BUSY_BRANCHES, self.context, 0))
+        self.peer.tell(Rehearse(self.rows * BUSY_BRANCHES, self.context, 0))
         try:
             yield
         finally:
             self.ask(Ping(), Rehearsed)
-            self.engine.peer.link.expect(Ping, deadline=self.engine.deadline)
+            self.peer.link.expect(Ping, deadline=self.engine.deadline)
 
     def _draft(self, place: Placement, tokens: int, repeats: int, context: int, alone: bool) -> list[float]:
-        question = Rehearse(tokens, context, repeats)
-        if alone or self.engine.peer is None:
+        # Several workers share the branches of a cache; for the rows that missed one of them drafts.
+        question = Rehearse(tokens if alone else -(-tokens // place.draft_workers), context, repeats)
+        if alone or self.peer is None:
             return list(self.ask(question, Rehearsed).seconds)
-        link = self.engine.peer.link
-        self.engine.peer.tell(question)
-        with pinned(place.target):
+        link = self.peer.link
+        self.peer.tell(question)
+        with pinned(leaders(place.target)):
             rehearse(self.engine.loaded, self.rows * BUSY_TOKENS, self.context, lambda _: link.peek() is None)
         return list(link.expect(Rehearsed, deadline=self.engine.deadline).seconds)
 

@@ -25,7 +25,8 @@ from transformers import (
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from ssd.devices import host, is_cpu, torch_device
+from ssd.devices import has_graphs, host, is_cpu, torch_device
+from ssd.engine.graph_memory import Size, graph_bytes
 from ssd.specs import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_TARGET, Hardware, Models, Placement
 
 if TYPE_CHECKING:
@@ -313,26 +314,29 @@ def weight_bytes(source: Source, dtype: torch.dtype, device: torch.device, *, in
     return (source.parameters + head) * torch.bfloat16.itemsize
 
 
-def memory_bytes(models: Models, source: Source, device: torch.device, slots: int, *, drafts: bool = False) -> int:
-    """Return the bytes of a model's weights and of its keys and values in so many slots, over all rows."""
+def memory_bytes(models: Models, source: Source, device: torch.device, size: Size, *, drafts: bool = False, shares: int = 1) -> int:
+    """Return the bytes of a model's weights, of its keys and values and, where there are graphs, of these, on each of so many devices that
+    share it."""
     dtype = compute_dtype(models, device)
     weights = weight_bytes(source, dtype, device, int8=drafts and keeps_int8(models, source, device))
-    return weights + slots * source.kv_values_per_token * dtype.itemsize
+    shared = weights + size.rows * size.slots * source.kv_values_per_token * dtype.itemsize
+    return -(-shared // shares) + (graph_bytes(source.config, dtype, size) if has_graphs(device) else 0)
 
 
-def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Placement, slots: tuple[int, int]) -> None:
-    """Refuse a pair whose weights and key-value slots (`slots` of target and draft) exceed the memory of where they are placed."""
+def check_memory(pair: Pair, models: Models, hardware: Hardware, placement: Placement, sizes: tuple[Size, Size]) -> None:
+    """Refuse a pair of which weights, key-value slots and graphs (`sizes` of target and draft) exceed the memory of where they stand."""
     needs: dict[str, int] = {}
     room: dict[str, int] = {}
-    for drafts, source, ids, places in ((False, pair.target, placement.target, slots[0]), (True, pair.draft, placement.draft, slots[1])):
+    drafts_on = [(True, pair.draft, ids, sizes[1]) for ids in placement.workers]
+    for drafts, source, ids, size in ((False, pair.target, placement.target, sizes[0]), *drafts_on):
         if source is None or not ids:
             continue
         one = hardware.draws_on_one_memory(ids)
-        whole = memory_bytes(models, source, torch_device(ids), places, drafts=drafts)
+        # A target is split over its accelerators; a draft stands whole on each.
+        taken = memory_bytes(models, source, torch_device(ids), size, drafts=drafts, shares=1 if one or drafts else len(ids))
         for device in hardware.select(ids[:1] if one else ids):
             pool = (host(ids) or "memory") if one else device.id
-            # A target is split over its accelerators; a draft stands whole on each.
-            needs[pool] = needs.get(pool, 0) + (whole if one or drafts else -(-whole // len(ids)))
+            needs[pool] = needs.get(pool, 0) + taken
             room[pool] = device.memory_bytes
     for pool, bytes_needed in needs.items():
         if bytes_needed > room[pool]:
@@ -382,8 +386,10 @@ def check_shares(option: str, source: Source, shares: int) -> None:
     config = source.config
     if shares == 1:
         return
-    if not getattr(config, "base_model_tp_plan", None) or source.gguf_file is not None:
-        kind = "a GGUF file" if source.gguf_file is not None else f"of architecture {config.model_type!r}"
+    drawn = getattr(config, RANDOM_WEIGHTS, False)
+    if not getattr(config, "base_model_tp_plan", None) or source.gguf_file is not None or drawn:
+        other = "of random weights" if drawn else f"of architecture {config.model_type!r}"
+        kind = "a GGUF file" if source.gguf_file is not None else other
         raise ValueError(f"{option}={source.name!r} is {kind}, which transformers does not split over {shares} devices: place it on one")
     heads = _kv_heads(config)
     if heads % shares:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from pydantic import ValidationError
 
 from ssd.asked import TYPED, Asked
+from ssd.devices import are_cores
 from ssd.placements import placements
 from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Spec, Workload
 
@@ -214,21 +215,36 @@ def _typed(asked: Asked, hardware: Hardware, models: Models, workload: Workload)
     fan_out = _counts(asked.fan_out) if asked.fan_out is not None else ()
     given = {name: getattr(asked, name) for name in ("budget", "building", "backup")}
     lists = {"fan_out_hit": fan_out, "fan_out_miss": fan_out}
-    place = _placement(mode, hardware)
+    place = _placement(mode, hardware, 1 if asked.draft_workers is None else asked.draft_workers)
     configuration = Configuration.model_validate(
         {"mode": mode, "num_speculative_tokens": K, "placement": place, **lists, **_without_none(given)}
     )
     return Plan.of(configuration, hardware=hardware, models=models, workload=workload)
 
 
-def _placement(mode: str, hardware: Hardware) -> Placement:
-    """Give the draft the last device in mode ssd; in mode sd let both share all cores, or the first accelerator."""
+def _placement(mode: str, hardware: Hardware, workers: int) -> Placement:
+    """Give the draft the last device in mode ssd, or the last ones; in mode sd let both share all cores, or the first accelerator."""
     apart, shared = placements(hardware)[0], placements(hardware)[-1]
     if mode == "sd":
-        return shared
+        return shared.model_copy(update={"draft_workers": workers})
     if apart.overlaps:
         raise ValueError(f"--mode=ssd needs a device for the draft alone, but {hardware.name!r} has one: use --mode sd")
-    return apart
+    return apart if workers == 1 else _several(apart, hardware, workers)
+
+
+def _several(apart: Placement, hardware: Hardware, workers: int) -> Placement:
+    """Give each worker of the draft a device, the last ones; beside one accelerator the cores, in equal parts."""
+    ids = tuple(device.id for device in hardware.devices)
+    if are_cores(apart.draft) and not are_cores(ids):
+        return Placement(target=apart.target, draft=apart.draft, draft_workers=workers)
+    # The target takes what is left, but for accelerators here, of which it has as many as there are processes.
+    takes_all = are_cores(ids) or not hardware.is_local
+    free = tuple(name for name in ids[1 if takes_all else len(apart.target) :] if are_cores((name,)) == are_cores(ids))
+    if not 1 <= workers <= len(free):
+        raise ValueError(
+            f"--draft-workers={workers} needs as many devices beside the target's, but {hardware.name!r} has {len(free)}: give fewer"
+        )
+    return Placement(target=ids[:-workers] if takes_all else apart.target, draft=free[-workers:], draft_workers=workers)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -25,11 +25,14 @@ def _splits(hardware: Hardware) -> list[tuple[Ids, Ids]]:
     if _runs_here(hardware):
         found = tuple(device.id for device in hardware.devices if not device.is_core)
         cores = tuple(name for name in ids if name not in found)
+        spare = found[processes() :]
         # Beside a single accelerator the draft gets the cores, but for the one that feeds it.
-        draft = found[processes() :][-1:] or cores[1:] or cores
-        return [(_whole(hardware), draft)] if draft else []
+        drafts = [spare[-size:] for size in DRAFT_DEVICES if size <= len(spare)] or [cores[1:] or cores]
+        return [(_whole(hardware), draft) for draft in drafts if draft]
     if are_cores(ids):
-        return [(ids[:-size], ids[-size:]) for size in sorted({1, len(ids) // 4}) if 1 <= size < len(ids)]
+        # Where torchrun has started several processes, each of them has a core for its share at the least.
+        least = processes() if hardware.is_local else 1
+        return [(ids[:-size], ids[-size:]) for size in sorted({1, len(ids) // 4}) if 1 <= size <= len(ids) - least]
     return [(ids[:count], ids[-size:]) for size in DRAFT_DEVICES if size < len(ids) for count in _degrees(len(ids) - size)]
 
 
@@ -43,7 +46,7 @@ def _whole(hardware: Hardware) -> Ids:
 
 
 def _runs_here(hardware: Hardware) -> bool:
-    # What is local will be run: the target on as many accelerators as torchrun has started processes, the draft on one.
+    # What is local will be run: the target on as many accelerators as torchrun has started processes, the draft on others.
     return hardware.is_local and not are_cores(_ids(hardware))
 
 

@@ -18,6 +18,7 @@ from ssd.devices import pinned
 from ssd.engine.engine import Engine, Prompt
 from ssd.engine.link import Ping, Score, Scored
 from ssd.engine.ngram import Lookup
+from ssd.engine.shares import leaders
 from ssd.forwards import Forwards
 from ssd.lookup import accepted_lengths
 from ssd.models import LoadedModel, compute_dtype, keeps_int8
@@ -322,9 +323,9 @@ class _Profiler:
         return Watched(configuration, (self.engine.timeline(),), self.rows)
 
     def _link(self) -> float:
-        if self.engine.peer is None:
+        if self.forwards.peer is None:
             return 0.0
-        with pinned(self.engine.plan.placement.target):
+        with pinned(leaders(self.engine.plan.placement.target)):
             seconds = [_seconds_of(lambda: self.forwards.ask(Ping(), Ping)) for _ in range(50)]
         return statistics.median(seconds) / 2
 

@@ -46,7 +46,10 @@ def _where(placement: Placement) -> str:
     target = f"target on {' '.join(placement.target)}"
     if not placement.draft:
         return target
-    return f"{target} shared with the draft" if placement.overlaps else f"{target}, draft on {' '.join(placement.draft)}"
+    if placement.overlaps:
+        return f"{target} shared with the draft"
+    workers = " and ".join(" ".join(ids) for ids in placement.workers)
+    return f"{target}, {'draft' if placement.draft_workers == 1 else 'a draft each'} on {workers}"
 
 
 def _prediction(plan: Plan) -> Iterator[str]:

@@ -238,7 +238,43 @@ class Placement(Spec):
     """Which devices a model runs on; a draft that shares the target's devices takes turns with it."""
 
     target: tuple[str, ...] = Field(min_length=1, description="device ids of the target (no unit)")
-    draft: tuple[str, ...] = Field((), description="device ids of the draft, maybe of another host, none in mode ar (no unit)")
+    draft: tuple[str, ...] = Field((), description="device ids of the draft, maybe of other hosts, none in mode ar (no unit)")
+    draft_workers: int = Field(
+        1,
+        ge=1,
+        description="processes with a whole draft each, which divide the draft's devices evenly in their order and share the outcomes out; "
+        "by default one for each accelerator, and one for all CPU cores. Several may be given the same core, which they then take turns "
+        "on: to see what they hit, not how fast (count)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_each_accelerator(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "draft_workers" in data:
+            return data
+        target, draft = (data.get(name) for name in ("target", "draft"))
+        apart = isinstance(draft, list | tuple) and isinstance(target, list | tuple) and not set(map(str, target)) & set(map(str, draft))
+        return {**data, "draft_workers": len(draft)} if apart and draft and not any(names.is_core(str(one)) for one in draft) else data
+
+    @model_validator(mode="after")
+    def _workers_divide_the_devices(self) -> Self:
+        count, ids = self.draft_workers, self.draft
+        if count > 1 and (not ids or len(ids) % count):
+            raise ValueError(
+                f"draft_workers={count} does not divide the {len(ids)} devices of placement.draft={ids} evenly: give a device, or as many "
+                "cores, for each worker"
+            )
+        for own in self.workers:
+            if len(set(own)) < len(own):
+                raise ValueError(
+                    f"placement.draft={ids} gives a worker of draft_workers={count} a device twice: name it once, or give more workers"
+                )
+            names.host(own)
+            if len(own) > 1 and not self.overlaps and not names.are_cores(own):
+                raise ValueError(
+                    f"placement.draft={ids} with draft_workers={count}: an accelerator holds a whole draft; set draft_workers={len(ids)}"
+                )
+        return self
 
     @field_validator("target")
     @classmethod
@@ -246,6 +282,16 @@ class Placement(Spec):
         if any("/" in name for name in ids):
             raise ValueError(f"placement.target={ids}: the target runs on the host where the engine is started; leave the host's name out")
         return ids
+
+    @property
+    def workers(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each of the draft's workers; none without a draft."""
+        size = len(self.draft) // self.draft_workers
+        return tuple(self.draft[begin : begin + size] for begin in range(0, len(self.draft), size)) if size else ()
+
+    def of_worker(self, index: int) -> Placement:
+        """Return the placement that one of the draft's workers has a part in."""
+        return Placement(target=self.target, draft=self.workers[index], draft_workers=1)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -558,6 +604,10 @@ class Configuration(Spec):
         if not self.placement.draft:
             raise ValueError(f"placement.draft is empty: mode={self.mode!r} needs a device for the draft")
         if self.mode == "sd":
+            if self.placement.draft_workers > 1:
+                raise ValueError(
+                    f"draft_workers={self.placement.draft_workers}: mode='sd' has no outcomes to share out among workers; give one"
+                )
             given = self.fan_out_hit, self.fan_out_miss, self.budget, self.backup, self.building, self.ranking
             if given != ((), (), 0, "jit", "fixed", "shared_noise"):
                 raise ValueError(
@@ -663,10 +713,11 @@ class Plan(Configuration):
         """
         if self.mode == "ar":
             raise ValueError("mode='ar' has no draft to be moved to another host: plan for mode 'sd' or 'ssd'")
-        moved = {name: f"{host}/{name.rpartition('/')[2]}" for name in self.placement.draft}
-        there = tuple(device.model_copy(update={"id": moved[device.id]}) for device in self.hardware.select(self.placement.draft))
+        ids, count = self.placement.draft, self.placement.draft_workers
+        moved = {name: f"{host}/{name.rpartition('/')[2]}" for name in ids}
+        there = tuple(device.model_copy(update={"id": moved[device.id]}) for device in self.hardware.select(tuple(moved)))
         hardware = self.hardware.model_copy(update={"devices": (*self.hardware.devices, *there)})
-        place = Placement(target=self.placement.target, draft=tuple(moved.values()))
+        place = Placement(target=self.placement.target, draft=tuple(moved[name] for name in ids), draft_workers=count)
         fields = {name: getattr(self, name) for name in Plan.model_fields}
         return Plan(**{**fields, "hardware": hardware, "placement": place, "predicted": None, "alternatives": (), "sensitivity": ()})
 

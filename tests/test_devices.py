@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import ssd
 from ssd import devices
 from ssd.catalog import check_here, local_hardware
 from ssd.devices import check_present, core_ids, torch_device, training_device
-from ssd.models import check_memory, load
+from ssd.engine.graph_memory import Size, graph_bytes
+from ssd.models import Source, check_memory, load, memory_bytes
 from ssd.placements import placements
 from ssd.specs import Configuration, Device, Hardware, Models, Placement, SamplingParams
 from tests.plans import CORES, hand_typed
@@ -124,8 +127,8 @@ def test_each_memory_must_hold_what_is_placed_on_it(monkeypatch):
     pair, models = SimpleNamespace(target=12, draft=5, max_model_len=16), Models(target="a", draft="b")
 
     def check(target: tuple[str, ...], draft: tuple[str, ...], scale: int = 1) -> None:
-        monkeypatch.setattr("ssd.models.memory_bytes", lambda models, source, *_, drafts: scale * source)
-        check_memory(pair, models, hardware, Placement(target=target, draft=draft), (0, 0))
+        monkeypatch.setattr("ssd.models.memory_bytes", lambda models, source, *_, drafts, shares: -(-scale * source // shares))
+        check_memory(pair, models, hardware, Placement(target=target, draft=draft), (Size(1, 0, 1),) * 2)
 
     check(("cuda:0", "cuda:1"), ("cpu:1",))
     check(("cpu:0",), ("cpu:1",), scale=5)
@@ -138,6 +141,42 @@ def test_each_memory_must_hold_what_is_placed_on_it(monkeypatch):
     ):
         with pytest.raises(ValueError, match=f"GiB on {where}, which has"):
             check(target, draft, scale)
+
+
+def test_graphs_take_memory_where_there_are_graphs_and_their_largest_forward_counts_once():
+    """Llama 3.1 8B in bf16, its logits written out by hand; nothing of it on the CPU, and all of it on each share."""
+    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256)
+    config.update({"num_hidden_layers": 32, "dtype": torch.bfloat16})
+    source, models = Source("a", ".", None, config), Models(target="a", draft=None, dtype="bfloat16")
+    source.__dict__["_weights"] = [("w", 8_000_000_000)]
+    size = Size(rows=2, slots=4096, wanted=10)
+
+    def taken(kind: str, **more) -> int:
+        return memory_bytes(models, source, torch.device(kind), size, **more)
+
+    kept = 2 * 8_000_000_000 + 2 * 4096 * 2 * 32 * 8 * 128 * 2
+    graphs = taken("cuda") - kept
+    assert taken("cpu") == taken("xpu") == kept
+    assert taken("cuda", shares=2) == kept // 2 + graphs
+    # Ten places are filled up to sixteen. Masks for two rows of 256 queries: bytes, then two bytes, then those of four heads.
+    logits, masks = 16 * 128_256, 2 * 256 * 4096
+    assert graphs > logits * (2 + 4 + 4) + masks * (1 + 2 + 8)
+    assert graphs < logits * 64 + masks * 16 + 256 * 2 * 100_000
+    assert graph_bytes(config, torch.bfloat16, replace(size, wanted=16)) == graphs
+    more = graph_bytes(config, torch.bfloat16, replace(size, wanted=17)) - graphs
+    assert logits * 10 <= more <= logits * 64
+    # What is beyond the largest bucket is not captured.
+    largest, beyond = (graph_bytes(config, torch.bfloat16, replace(size, wanted=wanted)) for wanted in (256, 5000))
+    assert largest == beyond
+
+
+def test_an_engine_whose_graphs_alone_do_not_fit_is_refused(monkeypatch, tiny_pair):
+    plan, seen = hand_typed(*tiny_pair), []
+    monkeypatch.setattr("ssd.models.graph_bytes", lambda config, dtype, size: seen.append(size) or 9 << 30)
+    monkeypatch.setattr("ssd.models.has_graphs", lambda _: True)
+    with pytest.raises(ValueError, match=r"need 18.0 GiB on memory, which has 8.0"):
+        ssd.Engine.from_plan(plan, max_num_seqs=2)
+    assert [(size.rows, size.wanted) for size in seen] == [(2, 8), (2, 10)]
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")

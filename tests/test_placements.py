@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import ssd
+from ssd.asked import Asked
 from ssd.models import keeps_int8
+from ssd.options import plan_for
 from ssd.placements import placements
 from ssd.specs import Models, Placement
 from tests.profiles import cores
@@ -45,8 +47,14 @@ def test_sharing_is_offered_on_every_targets_devices_and_on_all(hardware):
 
 def test_local_accelerators_hold_one_model_each_as_the_engine_runs_them():
     here = ssd.Hardware.named("3xH100-SXM").model_copy(update={"is_local": True})
-    first, last = ("cuda:0",), ("cuda:2",)
-    assert placements(here) == (Placement(target=first, draft=last), Placement(target=first, draft=first))
+    first, last = ("cuda:0",), ("cuda:1", "cuda:2")
+    two = Placement(target=first, draft=last, draft_workers=2)
+    assert placements(here) == (Placement(target=first, draft=last[1:]), two, Placement(target=first, draft=first))
+
+
+def test_a_draft_on_several_accelerators_is_as_many_workers_and_one_on_cores_a_single_one():
+    assert all(place.draft_workers == len(place.draft) for place in split(ssd.Hardware.named("8xH100-SXM")))
+    assert all(place.draft_workers == 1 for place in placements(cores(16)))
 
 
 def test_under_torchrun_the_target_has_as_many_local_accelerators_as_there_are_processes(monkeypatch):
@@ -54,7 +62,37 @@ def test_under_torchrun_the_target_has_as_many_local_accelerators_as_there_are_p
     here = ssd.Hardware.named("5xH100-SXM").model_copy(update={"is_local": True})
     four, last = tuple(f"cuda:{place}" for place in range(4)), ("cuda:4",)
     assert placements(here) == (Placement(target=four, draft=last), Placement(target=four, draft=four))
-    assert len(placements(cores(4))) == 3
+
+
+def test_under_torchrun_every_process_has_a_core_of_this_machine_for_its_share(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    both = ("cpu:0", "cpu:1")
+    assert split(cores(2)) == []
+    assert split(cores(3)) == [Placement(target=both, draft=("cpu:2",))]
+    # Of another machine nobody has started anything.
+    assert split(cores(2).model_copy(update={"is_local": False})) == [Placement(target=both[:1], draft=both[1:])]
+
+
+def typed(hardware, workers, **more):
+    asked = Asked(**{"mode": "ssd", "num_speculative_tokens": 2, "budget": 6, "draft_workers": workers, **more})
+    return plan_for(asked, machine=hardware).placement
+
+
+def test_draft_workers_typed_by_hand_get_the_last_devices():
+    assert typed(cores(4), 2) == Placement(target=("cpu:0", "cpu:1"), draft=("cpu:2", "cpu:3"), draft_workers=2)
+    assert typed(cores(4), None) == typed(cores(4), 1) == placements(cores(4))[0]
+    five = ssd.Hardware.named("5xH100-SXM")
+    last = ("cuda:2", "cuda:3", "cuda:4")
+    assert typed(five, 3) == Placement(target=("cuda:0", "cuda:1"), draft=last)
+    assert typed(five.model_copy(update={"is_local": True}), 3) == Placement(target=("cuda:0",), draft=last)
+
+
+def test_draft_workers_for_which_there_are_no_devices_are_refused():
+    for workers in (0, 4):
+        with pytest.raises(ValueError, match=f"--draft-workers={workers} needs as many devices beside the target's, but '4 cores' has 3"):
+            typed(cores(4), workers)
+    with pytest.raises(ValueError, match="draft_workers=2: mode='sd' has no outcomes to share out"):
+        typed(cores(4), 2, mode="sd", budget=None)
 
 
 def test_int8_is_for_drafts_on_a_cpu_and_automatic_for_large_ones():

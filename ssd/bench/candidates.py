@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ssd.bench.setting import Setting
-from ssd.devices import are_cores
+from ssd.devices import are_cores, host
 from ssd.specs import Configuration, Placement, Plan
 
 
@@ -46,8 +46,14 @@ def _place(configuration: Configuration) -> Placement:
 
 
 def _baselines(plan: Plan) -> Iterator[Configuration]:
-    """Yield AR and SD with the plan's lookahead on the target's devices and on all, where no alternative takes their place."""
+    """Yield AR and SD with the plan's lookahead on the target's devices and on all, where no alternative takes their place; where the draft
+    is on another host, AR here and SD on both."""
     K = plan.num_speculative_tokens or 3
+    if host(plan.placement.draft) is not None:
+        # Neither a draft nor a target moves to another host.
+        yield Configuration(mode="ar", placement=Placement(target=plan.placement.target))
+        yield Configuration(mode="sd", num_speculative_tokens=K, placement=plan.placement)
+        return
     for devices in dict.fromkeys((plan.placement.target, plan.placement.devices)):
         if len(devices) > 1 and not are_cores(devices):
             continue

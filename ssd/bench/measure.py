@@ -18,6 +18,7 @@ from ssd.bench.result import BenchResult, Cell, SetUp, Skipped
 from ssd.bench.run import Run, Runs
 from ssd.bench.setting import Setting, Who
 from ssd.bench.summary import summarise
+from ssd.devices import host
 from ssd.engine.engine import Engine, Params, Prompt
 from ssd.progress import Progress
 from ssd.prompts import of_length
@@ -44,11 +45,13 @@ def bench(
     prompt_set: str | None = None,
     command: str | None = None,
     progress: Progress | None = None,
+    listen: str | None = None,
 ) -> BenchResult:
     """Decode every prompt to `output_tokens` by the plans, their best rivals and the baselines, one after another on one engine.
 
     Plans of one pair on one machine: those for the same batch size are compared with one another. fit_prompts: cut or fill prompts to the
-    `prompt_tokens` of each plan's workload. against: other programs to decode the same, on all devices. The order turns from group to
+    `prompt_tokens` of each plan's workload. against: other programs to decode the same, on all devices of this host. listen: where the
+    draft of another host comes to, as for Engine.from_plan. The order turns from group to
     group; `warmup` runs of each configuration come first and do not count; progress is called with what is being done and the share
     done, 0..1; prompt_set and command are kept with the result. ValueError for prompts that repeat or do not fit or are too few for a
     batch and for programs that cannot be had, RuntimeError if the draft is lost meanwhile.
@@ -56,7 +59,7 @@ def bench(
     listed = [plans] if isinstance(plans, Plan) else list(plans)
     _check(listed, prompts, output_tokens, warmup, temperatures)
     plan, tell = listed[0], progress or (lambda *_: None)
-    devices = tuple(dict.fromkeys(name for one in listed for name in one.placement.devices))
+    devices = tuple(dict.fromkeys(name for one in listed for name in one.placement.devices if host((name,)) is None))
     check_rivals(against, plan.models, devices)
     cells = grid(listed, temperatures, fit_prompts=fit_prompts)
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -64,7 +67,7 @@ def bench(
     with ExitStack() as stack:
         begin = monotonic()
         rows = max(setting.batch_size for setting in cells)
-        engine = stack.enter_context(Engine.from_plan(plan.with_configuration(_with_draft(cells)), max_num_seqs=rows))
+        engine = stack.enter_context(Engine.from_plan(plan.with_configuration(_with_draft(cells)), max_num_seqs=rows, listen=listen))
         seconds = {"ssd": monotonic() - begin}
         groups = {setting: _groups(engine, prompts, setting, output_tokens) for setting in cells}
         longest = output_tokens + max(len(ids) for found in groups.values() for group in found for ids in group)
@@ -179,7 +182,7 @@ def run_once(engine: Engine, configuration: Configuration, prompts: Prompt | Seq
     seconds = monotonic() - begin
     run = Run(tuple(outputs), engine.timeline(), seconds, tuple(map(peak_bytes, pids)))
     health = engine.health()
-    if health.draft == "lost" or health.restarts > before.restarts:
+    if health.draft not in ("ok", "none") or health.restarts > before.restarts:
         raise RuntimeError(f"the draft was lost, so this was AR under another name: {health.reason or 'it has been started again'}")
     return run
 

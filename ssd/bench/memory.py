@@ -7,9 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ssd.devices import torch_device
-from ssd.engine import draft as draft_side
-from ssd.engine import target as target_side
-from ssd.engine.engine import Engine, setup_for
+from ssd.engine.engine import Engine, sizes_for
 from ssd.models import memory_bytes
 from ssd.specs import Configuration
 
@@ -30,17 +28,17 @@ def peak_bytes(pid: int) -> int | None:
 
 
 def processes(engine: Engine, configuration: Configuration) -> tuple[int, ...]:
-    """Return the process of the target, and that of the draft where one is at work on this host."""
-    peer = engine.peer if configuration.mode != "ar" else None
-    return (os.getpid(),) if peer is None or peer.process.pid is None else (os.getpid(), peer.process.pid)
+    """Return the process of the target, and those of the draft's workers that are at work on this host."""
+    drafts = configuration.mode != "ar" and engine.peer is not None
+    found = [peer.process.pid for peer in engine.peer.peers] if drafts and engine.peer is not None else []
+    return (os.getpid(), *(pid for pid in found if pid is not None))
 
 
 def planned_bytes(engine: Engine, configuration: Configuration) -> tuple[int, int]:
-    """Return what target and draft take by the plan: weights, and key-value slots for all rows that the engine has room for."""
-    pair, rows, place = engine.pair, engine.max_num_seqs, configuration.placement
-    slots = rows * target_side.slots_needed(pair.max_model_len, configuration.num_speculative_tokens)
-    target = memory_bytes(engine.plan.models, pair.target, torch_device(place.target), slots)
+    """Return what target and draft take by the plan: weights, key-value slots for all rows that the engine has room for, and graphs."""
+    pair, place = engine.pair, configuration.placement
+    sizes = sizes_for(configuration, engine.max_num_seqs, pair.max_model_len)
+    target = memory_bytes(engine.plan.models, pair.target, torch_device(place.target), sizes[0])
     if configuration.mode == "ar" or pair.draft is None:
         return target, 0
-    slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(configuration), rows)
-    return target, memory_bytes(engine.plan.models, pair.draft, torch_device(place.draft), slots, drafts=True)
+    return target, memory_bytes(engine.plan.models, pair.draft, torch_device(place.draft), sizes[1], drafts=True)

@@ -66,3 +66,8 @@ def this_host() -> str:
 def rank() -> int:
     """Return the number of this process among torchrun's, 0 for the engine's and for one that torchrun did not start."""
     return int(os.environ.get("RANK", "0")) if under_torchrun() is not None else 0
+
+
+def local_rank() -> int:
+    """Return the number of this process among torchrun's on this host, 0 for one that torchrun did not start."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if under_torchrun() is not None else 0

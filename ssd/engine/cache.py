@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ssd.devices import upload
 from ssd.engine.forward import SlotModel
 from ssd.engine.kv import Abort
 from ssd.engine.proposer import Proposer, Step
@@ -76,13 +77,15 @@ class Branches:
         self.visible[np.arange(len(slots)), slots] = True
         return Queries(self.tokens[step], self.positions + step, slots, self.visible)
 
-    def grow(self, logits: torch.Tensor, given: int | None = None) -> None:
-        """Take what the model said `[B, vocabulary]` and draft the next token of every column, or take the one that is given."""
+    def grow(self, logits: torch.Tensor, given: int | None = None, *, lawless: bool = True) -> None:
+        """Take what the model said `[B, vocabulary]` and draft the next token of every column, or take the one that is given.
+
+        lawless: whether a given token was drawn from no law of this model.
+        """
         step = self.fed
         scores, log_q, tokens = self._step(logits, step)
         if given is not None:
-            # Proposed by others: a point mass, with no law of ours.
-            log_q, tokens = None, torch.full_like(tokens, given)
+            log_q, tokens = None if lawless else log_q, torch.full_like(tokens, given)
         self.scores.append(scores)
         self.laws.append(log_q)
         self.tokens.append(tokens)
@@ -98,7 +101,7 @@ class Branches:
 
     def length(self, step: int) -> torch.Tensor:
         """Return how many tokens each column has once step `step` is fed, [B]."""
-        return torch.from_numpy(self.positions + step + 1).to(self.tokens[0].device, non_blocking=True)
+        return upload(self.positions + step + 1, self.tokens[0].device)
 
     def find(self, accepted: int, bonus: int) -> int | None:
         """Return the column drafted for outcome (accepted, bonus)."""
@@ -163,11 +166,12 @@ def candidates(draft: Branches, drafted: int, end_ids: Sequence[int], most: int,
             own = torch.cat(laws) if len(laws) == drafted else torch.log_softmax(scores[:-1].float(), -1)
             confidences = own.gather(1, sent)[:, 0].exp()
         order[:-1].scatter_(1, sent, float("-inf"))
-    order[:, list(end_ids)] = float("-inf")
+    order.index_fill_(1, upload(np.array(end_ids, dtype=np.int64), order.device), float("-inf"))
     best = order.topk(min(most, order.shape[1]), dim=-1)
     if not weigh:
-        bonus = best.indices.cpu().numpy()
-        return Candidates(bonus, best.indices, (best.values > float("-inf")).double().cpu().numpy(), np.ones(drafted))
+        # No token's id stands where there is no candidate.
+        bonus = best.indices.masked_fill(best.values == float("-inf"), -1).cpu().numpy()
+        return Candidates(bonus, best.indices, (bonus >= 0).astype(float), np.ones(drafted))
     # Ranked among the allowed, a token has some chance, however small; what can be no bonus has none.
     chances = torch.softmax(best.values.float(), -1).clamp_(min=LEAST).masked_fill_(best.values == float("-inf"), 0.0)
     host = torch.cat([best.indices.double().flatten(), chances.double().flatten(), confidences.double()]).cpu().numpy()

@@ -18,7 +18,7 @@ from ssd.engine.confidence import Confidence, Kinds, kinds
 from ssd.engine.draft_row import Catch, DraftRow
 from ssd.engine.forward import SlotModel
 from ssd.engine.kv import Abort, Aborted
-from ssd.engine.link import Draft, Drafts, Link, Outcome, Outcomes, Setup, Start, Stop
+from ssd.engine.link import BackUp, Counts, Draft, Drafts, Link, Outcome, Outcomes, Sent, Setup, Start, Stop
 from ssd.engine.ngram import Lookup
 from ssd.engine.packed import Laws
 from ssd.engine.prefix import PREFILL_CHUNK, SHARED_CHUNK, place_for, share_prefix
@@ -57,13 +57,15 @@ class Drafter:
         self.confidence = Confidence()
         self.tempo = Tempo()
         self._ages = count()
+        # Whether it is still to be heard which drafts the target verifies.
+        self._unsettled = False
         self._builder: Iterator[None] | None = None
         self._growing: list[tuple[DraftRow, Branches]] = []
         self._lessons: list[tuple[Kinds, Candidates, int, int]] = []
 
     def configure(self, setup: Setup) -> None:
         """Draft as `setup` says from the next request on."""
-        self.setup, self.tempo, self._builder = setup, Tempo(), None
+        self.setup, self.tempo, self._builder, self._unsettled = setup, Tempo(), None, False
         self.rows = [None] * len(self.rows)
         self.model = SlotModel(self.loaded, len(self.rows), slots_needed(self.max_model_len, setup, len(self.rows)))
         if setup.calibration:
@@ -91,8 +93,7 @@ class Drafter:
             row.lookup = Lookup()
             row.lookup.add(row.tokens)
         self.rows[index] = row
-        if self._builder is None:
-            self._builder = self._building()
+        self._build_on()
 
     def stop(self, request: str) -> None:
         """Let a request go; what was fed of its text is kept for whoever begins alike."""
@@ -103,21 +104,49 @@ class Drafter:
                 row.trunk.cut(row.trunk.length)
         if not self._active():
             self.tempo.rest()
-        elif self._builder is None:
-            self._builder = self._building()
+        else:
+            self._build_on()
 
     def answer(self, message: Outcomes) -> None:
-        """Send a draft for each outcome: those in the cache as they are, the others by the backup. The next cache is built by `work`."""
+        """Send a draft for each outcome: those in the cache as they are, the others by the backup. The next cache is built by `work`.
+
+        One of several workers sends none for what it does not hold, and waits until it hears what the target verifies.
+        """
         self.tempo.heard()
         self._builder, self._growing, self.round = None, [], message.round
-        rows = [self._commit(outcome) for outcome in message.outcomes]
-        with recorded(self.spans, "draft", "answer", self.round, _names(rows)):
-            self._complete(rows)
-            told = self.confidence.counts() if message.round % TELL_EVERY == 0 else ()
-            drafts = Drafts(message.round, tuple(self._draft(row) for row in rows), told)
-        self.link.send(drafts)
+        rows, alone = [self._commit(outcome) for outcome in message.outcomes], self.setup.workers == 1
+        self._send(rows, self.confidence.counts() if message.round % TELL_EVERY == 0 else (), backs_up=alone)
+        self._unsettled = not alone
+        if alone:
+            self.tempo.sent()
+        self._build_on()
+
+    def back_up(self, message: BackUp) -> None:
+        """Draft for rows whose outcome no worker holds."""
+        rows = {row.request: row for row in self._active()}
+        self._send([rows[request] for request in message.requests])
+
+    def follow(self, message: Sent) -> None:
+        """Go on from the drafts that are at the target, whoever made them."""
+        rows = {row.request: row for row in self._active()}
+        for draft in message.drafts:
+            # A request may have been stopped meanwhile.
+            if draft.request in rows:
+                rows[draft.request].follow(draft.tokens, hit=bool(draft.hit))
         self.tempo.sent()
-        self._builder = self._building()
+        self._builder, self._unsettled = None, False
+        self._build_on()
+
+    def _send(self, rows: Sequence[DraftRow], told: tuple[Counts, ...] = (), *, backs_up: bool = True) -> None:
+        with recorded(self.spans, "draft", "answer", self.round, _names(rows)):
+            self._complete(rows, backs_up=backs_up)
+            drafts = Drafts(self.round, tuple(map(self._draft, rows, self._drafted(rows))), told)
+        self.link.send(drafts)
+
+    def _build_on(self) -> None:
+        """Let `work` build the next cache, where it is known for which drafts."""
+        if self._builder is None and not self._unsettled:
+            self._builder = self._building()
 
     def work(self) -> bool:
         """Do the next piece of what is worth doing before a message comes; False if nothing is."""
@@ -148,11 +177,17 @@ class Drafter:
 
     # --- the answer ---
 
-    def _draft(self, row: DraftRow) -> Draft:
-        K = self.setup.num_speculative_tokens
+    def _drafted(self, rows: Sequence[DraftRow]) -> list[tuple[int, ...]]:
+        """Return up to K tokens of each row's draft, in one transfer from the device."""
+        found = [row.draft.tokens[1 : self.setup.num_speculative_tokens + 1] if row.draft is not None else [] for row in rows]
+        every = [token for tokens in found for token in tokens]
+        known = iter(torch.cat(every).tolist() if every else ())
+        return [tuple(islice(known, len(tokens))) for tokens in found]
+
+    def _draft(self, row: DraftRow, drafted: tuple[int, ...]) -> Draft:
         laws = None
         if row.speculates and row.draft is not None:
-            row.sent = tuple(torch.cat(row.draft.tokens[1 : K + 1]).tolist()) if row.drafted else ()
+            row.sent = drafted
             if row.proposer.sends_q:
                 laws = Laws.of([law for law in row.draft.laws[: len(row.sent)] if law is not None])
         elif row.speculates and row.lookup is not None:
@@ -164,7 +199,7 @@ class Drafter:
         unknown = next((place for place, token in enumerate(proposed) if token >= self.vocab_size), len(proposed))
         return proposed[:unknown]
 
-    def _complete(self, rows: Sequence[DraftRow]) -> None:
+    def _complete(self, rows: Sequence[DraftRow], *, backs_up: bool) -> None:
         """Draft now what is missing: of branches that are short, and for misses where the backup is `jit`, all of these in one forward a
         step; hits that are complete cost nothing. Where drafts may be of any length, only as long as it speeds the round up."""
         late = self.setup.building == "anytime"
@@ -172,7 +207,7 @@ class Drafter:
             row
             for row in rows
             if row.speculates
-            and (row.hit or self.setup.backup == "jit")
+            and (row.hit or (backs_up and self.setup.backup == "jit"))
             # Nobody waits for a prompt; but where drafts are to be whole, for one that is read for the first time.
             and not (len(row.pending) > SHARED_CHUNK and (late or row.resumed))
         ]
@@ -282,7 +317,17 @@ class Drafter:
             spare += _likeliest(row, chances, ~granted & (chances > 0), sum(fan_out) or 2 * total)
         for found in (planned, spare):
             found.sort(key=lambda outcome: -outcome[0])
-        return (spare[:total], spare[total : 2 * total]) if total else (planned, spare)
+        if total:
+            planned, spare = spare[:total], spare[total : 2 * total]
+        if self.setup.workers > 1:
+            planned, spare = (list(filter(self._owns, found)) for found in (planned, spare))
+        return planned, spare
+
+    def _owns(self, outcome: Ranked) -> bool:
+        """Whether it is this worker's to draft for: the candidates of each place are dealt out in turn, and every place and round begins
+        with another worker. It hangs on nothing that workers may see differently but the candidates' own order."""
+        _, row, accepted, rank = outcome
+        return (row.length + accepted + rank) % self.setup.workers == self.setup.worker
 
     def _planted(self, wave: Sequence[Ranked]) -> list[tuple[DraftRow, Branches]]:
         steps = self.setup.num_speculative_tokens + 1

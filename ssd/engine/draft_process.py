@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ssd import python
 from ssd.engine.link import (
+    BackUp,
     Boot,
     Failed,
     Link,
@@ -28,6 +29,7 @@ from ssd.engine.link import (
     Rehearsed,
     Score,
     Scored,
+    Sent,
     Setup,
     Shutdown,
     Spans,
@@ -161,6 +163,10 @@ def obey(drafter: Drafter, link: Link, message: object) -> None:
             drafter.start(message)
         case Outcomes():
             drafter.answer(message)
+        case BackUp():
+            drafter.back_up(message)
+        case Sent():
+            drafter.follow(message)
         case Stop():
             drafter.stop(message.request)
         case Rehearse():

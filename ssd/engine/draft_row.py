@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ssd.devices import upload
 from ssd.engine.cache import Branches, Candidates, Roots
 from ssd.engine.forward import chain
 from ssd.engine.kv import Trunk
@@ -90,6 +91,13 @@ class DraftRow:
         self.waves, self.sent, self.seen = [], (), None
         self.trunk.release_all_but(*([self.draft.slots[0]] if self.draft is not None else []))
 
+    def follow(self, tokens: tuple[int, ...], *, hit: bool) -> None:
+        """Take it that `tokens` are at the target, whoever drafted them; what was drafted here otherwise is dropped."""
+        self.hit = hit
+        if tokens != self.sent:
+            self.forget_draft()
+            self.sent, self.waves, self.seen = tokens, [], None
+
     def forget_draft(self) -> None:
         """Drop the draft, as if its outcome had not been in the cache."""
         self.draft = None
@@ -106,12 +114,12 @@ class DraftRow:
             shown[k, draft.slots[0, : k + 1]] = True
         slots = self.trunk.slots.take(len(accepted) * steps).reshape(steps, len(accepted)).T
         device = seen.tokens.device
-        after = torch.from_numpy(accepted).to(device, non_blocking=True)
-        bonus = seen.tokens[after, torch.from_numpy(ranks).to(device, non_blocking=True)]
+        after = upload(accepted, device)
+        bonus = seen.tokens[after, upload(ranks, device)]
         ids = None
         if self.proposer.reads_prefix:
             texts = [[*self.tokens, *self.sent[:k]] for k in accepted]
-            ids = torch.cat([padded(texts).to(device), bonus[:, None]], 1)
+            ids = torch.cat([upload(padded(texts).numpy(), device), bonus[:, None]], 1)
         # Nothing is drawn for a greedy request, and its hashes are read by nobody.
         prefixes = bonus if self.proposer.greedy else extend(torch.cat(draft.prefixes)[after], bonus)
         roots = Roots(bonus, prefixes, ids)
@@ -142,11 +150,14 @@ class Catch:
         root = self.count - 1
         row.trunk.add(slots[:root])
         own = np.concatenate([slots[root:], row.trunk.slots.take(self.lookahead - len(self.given))])
-        ids = padded([row.tokens]).to(self.device) if row.proposer.reads_prefix else None
-        roots = Roots(torch.tensor(row.tokens[-1:], device=self.device), torch.tensor([row.prefix], device=self.device), ids)
+        ids = upload(padded([row.tokens]).numpy(), self.device) if row.proposer.reads_prefix else None
+        last, prefix = upload(np.array([row.tokens[-1:], [row.prefix]], dtype=np.int64), self.device)
+        roots = Roots(last, prefix, ids)
         visible = row.trunk.mask[None].copy()
         visible[0, slots[root:]] = True
         parts = np.zeros(1, dtype=int), np.array(row.tokens[-1:]), np.array([row.length - 1]), own[None], visible
-        row.draft = Branches(row.proposer, roots, *parts, after_hit=False)
+        row.draft = Branches(row.proposer, roots, *parts, after_hit=row.hit)
+        # What was looked up is a point mass; what another worker drafted was drawn from the law that is found here.
+        lawless = row.lookup is not None and not row.hit
         for place, token in enumerate((*self.given, None)):
-            row.draft.grow(logits[place : place + 1], token)
+            row.draft.grow(logits[place : place + 1], token, lawless=lawless)

@@ -1,4 +1,4 @@
-"""The public engine: two processes, one a device, behind generate and stream and their async twins."""
+"""The public engine: a process for each model, one a device, behind generate and stream and their async twins."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from ssd.catalog import check_here
 from ssd.devices import check_present, core_ids, host, pin, pinned, torch_device
 from ssd.engine import draft as draft_side
 from ssd.engine import target as target_side
-from ssd.engine.address import rank, this_host, under_torchrun
+from ssd.engine.address import local_rank, rank, this_host, under_torchrun
 from ssd.engine.draft_process import spawn
+from ssd.engine.graph_memory import Size
+from ssd.engine.group import DraftGroup, reason
 from ssd.engine.link import Boot, LinkError, Ready, Setup, Shutdown, Spans, TakeSpans
 from ssd.engine.peer import LOAD_DEADLINE, DraftPeer, Spawned
 from ssd.engine.resolve import resolved
 from ssd.engine.scheduler import Request, Scheduler
-from ssd.engine.shares import follow, lead, share_of, shares
+from ssd.engine.shares import follow, lead, leaders, shares
 from ssd.engine.spans import MAX_SPANS, on_our_clock
 from ssd.engine.target import Target
 from ssd.engine.text import Text
 from ssd.engine.worker import Delivery, Job, Worker
 from ssd.models import Pair, check_lookahead, check_memory, check_shares, compute_dtype, inspect, keeps_int8, load
-from ssd.specs import Configuration, Plan, RequestOutput, SamplingParams, StreamChunk
+from ssd.specs import Configuration, Placement, Plan, RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
     from ssd.engine.hosts import Meeting
@@ -54,13 +56,15 @@ COMING_DEADLINE = 300.0
 class Health:
     """Whether the draft is at work (`ok`), was lost and why (`lost`), or is not wanted (`none`); how often it was started again.
 
-    failed: the error in the target's own process that ended the engine.
+    Of several draft workers some may be lost (`fewer`), and `workers` says of each whether it is at work. failed: the error in the target's
+    own process that ended the engine.
     """
 
     draft: str
     reason: str | None = None
     restarts: int = 0
     failed: str | None = None
+    workers: tuple[bool, ...] = ()
 
 
 class Engine:
@@ -96,20 +100,21 @@ class Engine:
             raise ValueError(f"deadline={deadline}: give the seconds to wait for a draft, more than 0 and at most {LONGEST_DEADLINE:.0f}")
         self.max_num_seqs = _count("max_num_seqs", plan.workload.batch_size if max_num_seqs is None else max_num_seqs)
         self.plan, self.deadline = plan, deadline
-        self._draft_host = host(plan.placement.draft)
-        if listen is not None and self._draft_host is None:
+        if listen is not None and not any(map(host, plan.placement.workers)):
             raise ValueError(f"listen={listen!r}: the plan has no draft on another host that could come there; leave it out")
         check_here(plan.hardware)
         self.pair = inspect(plan.models)
         self._check_configuration(plan, self.pair)
-        self.peer: DraftPeer | None = None
+        # Of the draft workers that were started, those that the configuration uses.
+        self.peer: DraftPeer | DraftGroup | None = None
+        self._started: tuple[DraftPeer, ...] = ()
         self._restart, self._listen, self._cores = restart, listen, core_ids()
         self._numbers = itertools.count()
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._setup: Setup | None = None
         self._worker = Worker(_count("max_waiting", max_waiting))
         self._meeting: Meeting | None = None
-        self._close = weakref.finalize(self, _shut, self._worker, None, None)
+        self._close = weakref.finalize(self, _shut, self._worker, (), None)
         try:
             self._start(plan)
         except BaseException:
@@ -133,63 +138,69 @@ class Engine:
     def _check_configuration(self, plan: Plan, pair: Pair) -> None:
         check_lookahead(pair, plan.num_speculative_tokens)
         check_shares("target", pair.target, shares(plan.placement.target))
-        rows = self.max_num_seqs
-        target_slots = rows * target_side.slots_needed(pair.max_model_len, plan.num_speculative_tokens)
-        draft_slots = rows * draft_side.slots_needed(pair.max_model_len, setup_for(plan), rows)
-        check_memory(pair, plan.models, plan.hardware, plan.placement, (target_slots, draft_slots))
+        check_memory(pair, plan.models, plan.hardware, plan.placement, sizes_for(plan, self.max_num_seqs, pair.max_model_len))
         check_present("placement.target", plan.placement.target)
-        if plan.mode != "ar" and host(plan.placement.draft) is None:
-            check_present("placement.draft", plan.placement.draft)
+        for ids in plan.placement.workers if plan.mode != "ar" else ():
+            if host(ids) is None:
+                check_present("placement.draft", ids)
 
     def _start(self, plan: Plan) -> None:
+        if (count := shares(plan.placement.target)) > 1:
+            # The others are there already, and would not wait as long as a draft of another host may take.
+            lead(count)
         if plan.mode != "ar":
-            self._start_draft(plan)
+            self._start_drafts(plan)
         self._load_target(plan)
-        if self.peer is not None:
-            self._await_ready(self.peer)
+        self._await_ready()
         self._worker.call(lambda: self._configure(plan))
 
     def _starters(self, boot: Boot) -> tuple[Callable[[], Spawned], Callable[[], Spawned]]:
-        """Return how the draft is had at first, and again after it was lost."""
-        name = self._draft_host
+        """Return how a draft worker is had at first, and again after it was lost."""
+        name = host(boot.placement.draft)
         if name is None:
             return lambda: spawn(boot), lambda: spawn(boot)
         from ssd.engine.hosts import Meeting, await_draft
 
-        self._meeting = meeting = Meeting(self._listen)
+        if self._meeting is None:
+            self._meeting = Meeting(self._listen)
+        meeting = self._meeting
         logger.warning("waiting for the draft of %s to come to %s", name, meeting.address)
         return lambda: await_draft(meeting, name, boot, COMING_DEADLINE), lambda: await_draft(meeting, name, boot, inf)
 
-    def _start_draft(self, plan: Plan) -> None:
-        first, again = self._starters(self._boot(plan))
-        try:
-            started = first()
-        except LinkError as error:
-            raise RuntimeError(f"the draft did not start: {error}") from error
-        self.peer = DraftPeer(*started, self.deadline, self.pair.target.vocab_size, again if self._restart else None)
-        self._draft_on, self._setup = plan.placement.draft, None
-        self._close.detach()
-        self._close = weakref.finalize(self, _shut, self._worker, self.peer, self._meeting)
+    def _start_drafts(self, plan: Plan) -> None:
+        """Start a process for each draft worker; they load meanwhile."""
+        self._started, self._draft_on, self._setup = (), plan.placement.workers, None
+        for index in range(len(self._draft_on)):
+            first, again = self._starters(self._boot(plan, plan.placement.of_worker(index)))
+            try:
+                started = first()
+            except LinkError as error:
+                raise RuntimeError(f"the draft did not start: {error}") from error
+            peer = DraftPeer(*started, self.deadline, self.pair.target.vocab_size, again if self._restart else None)
+            self._started = (*self._started, peer)
+            self._close.detach()
+            self._close = weakref.finalize(self, _shut, self._worker, self._started, self._meeting)
 
     def _load_target(self, plan: Plan) -> None:
         target = plan.placement.target
         device = torch_device(target)
         dtype, count = compute_dtype(plan.models, device), shares(target)
-        with pinned(share_of(target, 0, count)):
+        with pinned(leaders(target)):
             self.loaded = lead(count).load(self.pair.target, target, dtype) if count > 1 else load(self.pair.target, device, dtype)
 
-    def _boot(self, plan: Plan) -> Boot:
-        device = torch_device(plan.placement.draft)
+    def _boot(self, plan: Plan, place: Placement) -> Boot:
+        device = torch_device(place.draft)
         name = str(compute_dtype(plan.models, device)).removeprefix("torch.")
         vocab_size = self.pair.target.vocab_size
         int8 = self.pair.draft is not None and keeps_int8(plan.models, self.pair.draft, device)
-        return Boot(str(plan.models.draft), name, plan.placement, self.max_num_seqs, self.pair.max_model_len, vocab_size, int8)
+        return Boot(str(plan.models.draft), name, place, self.max_num_seqs, self.pair.max_model_len, vocab_size, int8)
 
-    def _await_ready(self, peer: DraftPeer) -> None:
-        try:
-            peer.link.expect(Ready, deadline=LOAD_DEADLINE)
-        except LinkError as error:
-            raise RuntimeError(f"the draft's process did not start: {error}") from error
+    def _await_ready(self) -> None:
+        for peer in self._started:
+            try:
+                peer.link.expect(Ready, deadline=LOAD_DEADLINE)
+            except LinkError as error:
+                raise RuntimeError(f"the draft's process did not start: {error}") from error
 
     def configure(self, configuration: Configuration) -> None:
         """Decode as `configuration` says from the next request on, with the models that are loaded; for comparing modes and placements.
@@ -203,26 +214,27 @@ class Engine:
         if isinstance(configuration, Plan) and configuration.models != self.plan.models:
             raise ValueError(f"models={configuration.models!r} are not those that are loaded: start another engine for them")
         plan = self.plan.with_configuration(configuration)
-        if plan.mode != "ar" and self.peer is None:
+        if plan.mode != "ar" and not self._started:
             raise ValueError(
                 f"mode={plan.mode!r}: this engine was started in mode 'ar', without a draft; start it from an 'sd' or 'ssd' plan"
             )
-        for name in ("target", "draft"):
-            old, new = getattr(self.plan.placement, name), getattr(plan.placement, name)
-            if old and new and host(old) != host(new):
-                raise ValueError(f"placement.{name}={new}: a loaded model does not move to another host; start another engine")
+        for old, new in zip(self._draft_on if self._started else (), plan.placement.workers, strict=False):
+            if host(old) != host(new):
+                raise ValueError(f"placement.draft={new}: a loaded model does not move to another host; start another engine")
         self._check_configuration(plan, self.pair)
         self._worker.call(lambda: self._configure(plan))
 
     def _move(self, plan: Plan) -> None:
         """Load again what another device is to hold; between CPU cores models need not move."""
-        draft = plan.placement.draft if plan.mode != "ar" else ()
-        if self.peer is not None and draft and torch_device(draft) != torch_device(self._draft_on):
-            self.peer.close(Shutdown())
+        workers = plan.placement.workers if plan.mode != "ar" else ()
+        moved = any(torch_device(new) != torch_device(old) for new, old in zip(workers, self._draft_on, strict=False)) if workers else False
+        if moved or len(workers) > len(self._started):
+            for peer in self._started:
+                peer.close(Shutdown())
             # This thread is pinned to the target's cores, where a process that loads would be in the way.
             with pinned(self._cores):
-                self._start_draft(plan)
-            self._await_ready(self.peer)
+                self._start_drafts(plan)
+            self._await_ready()
         if shares(plan.placement.target) != shares(self.plan.placement.target):
             raise ValueError(
                 f"placement.target={plan.placement.target} splits the target otherwise than {self.plan.placement.target}: "
@@ -248,14 +260,16 @@ class Engine:
             self._worker.failed = error
             raise
         self.plan = plan
-        pin(share_of(plan.placement.target, 0, shares(plan.placement.target)))
+        pin(leaders(plan.placement.target))
         slots = target_side.slots_needed(self.pair.max_model_len, plan.num_speculative_tokens)
-        peer = self.peer if plan.mode != "ar" else None
-        self._worker.scheduler = Scheduler(Target(self.loaded, self.max_num_seqs, slots), peer, self._spans, plan.backup)
-        setup = setup_for(plan)
-        if peer is not None and setup != self._setup:
-            peer.configure(setup)
+        setup, drafts = setup_for(plan), plan.mode != "ar"
+        if drafts and setup != self._setup:
+            used = self._started[: plan.placement.draft_workers]
+            self.peer = DraftGroup(used) if len(used) > 1 else used[0]
+            self.peer.configure(setup)
             self._setup = setup
+        peer = self.peer if drafts else None
+        self._worker.scheduler = Scheduler(Target(self.loaded, self.max_num_seqs, slots), peer, self._spans, plan.backup)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
         """Decode prompts (text or token ids) together and return the outputs in order, `params.n` for each prompt.
@@ -331,10 +345,11 @@ class Engine:
     def metrics(self) -> Metrics:
         """Return the sums over all requests gone by; seconds in all are wall clock with something to decode, others summed by request."""
         found = self._worker.metrics()
-        if self.peer is None:
+        if not self._started:
             return found
-        traffic = self.peer.traffic
-        return replace(found, link_messages=traffic.messages, link_bytes=traffic.size, link_seconds=self.peer.link_seconds)
+        messages, size = (sum(getattr(peer.traffic, name) for peer in self._started) for name in ("messages", "size"))
+        seconds = max((peer.link_seconds for peer in self._started if peer.link_seconds is not None), default=None)
+        return replace(found, link_messages=messages, link_bytes=size, link_seconds=seconds)
 
     def timeline(self) -> Timeline:
         """Return what both devices were busy with since the last call, and the rounds of the requests that ended meanwhile."""
@@ -344,8 +359,10 @@ class Engine:
         spans, rounds = list(self._spans), list(self._worker.rounds)
         self._spans.clear()
         self._worker.rounds.clear()
-        if self.peer is not None and (answer := self.peer.ask(TakeSpans(), Spans)) is not None:
-            spans += answer.spans if self._draft_host is None else on_our_clock(answer.spans, self.peer.clock_ahead)
+        for index, (peer, ids) in enumerate(zip(self._started, self._draft_on, strict=True)):
+            if (answer := peer.ask(TakeSpans(), Spans)) is not None:
+                told = answer.spans if host(ids) is None else on_our_clock(answer.spans, peer.clock_ahead)
+                spans += [replace(span, device=f"draft-{index + 1}") for span in told] if index else told
         return Timeline(sorted(spans, key=lambda span: span.start), rounds)
 
     def health(self) -> Health:
@@ -354,8 +371,12 @@ class Engine:
         ended = None if failed is None else f"{type(failed).__name__}: {failed}"
         if self.peer is None or self.plan.mode == "ar":
             return Health("none", failed=ended)
-        lost = self.peer.lost
-        return Health("ok" if lost is None else "lost", lost, self.peer.restarts, ended)
+        peers, restarts = self.peer.peers, sum(peer.restarts for peer in self.peer.peers)
+        if len(peers) == 1:
+            lost = self.peer.lost
+            return Health("ok" if lost is None else "lost", lost, restarts, ended)
+        alive = tuple(peer.lost is None for peer in peers)
+        return Health("ok" if all(alive) else "fewer" if any(alive) else "lost", reason(peers), restarts, ended, alive)
 
     def close(self) -> None:
         """End the draft's process and let the models go; harmless when called twice. Requests on their way get a ValueError."""
@@ -425,12 +446,17 @@ class Engine:
         raise ValueError(f"prompt {place} is {prompt!r:.60}: give text (valid Unicode) or a sequence of token ids")
 
 
-def _shut(worker: Worker, peer: DraftPeer | None, meeting: Meeting | None) -> None:
-    """End the worker's thread and the draft's process, and wait for no other."""
+def _shut(worker: Worker, peers: tuple[DraftPeer, ...], meeting: Meeting | None) -> None:
+    """End the worker's thread and the draft's processes, and wait for no other."""
     if meeting is not None:
         meeting.close()
-    worker.close(lambda: peer.process.kill() if peer is not None else None)
-    if peer is not None:
+
+    def unblock() -> None:
+        for peer in peers:
+            peer.process.kill()
+
+    worker.close(unblock)
+    for peer in peers:
         peer.close(Shutdown())
 
 
@@ -440,10 +466,22 @@ def _serve_rank(plan: Plan) -> Never:
 
     address, name = under_torchrun(), this_host()
     assert address is not None, "ranks are torchrun's"
-    if host(plan.placement.draft) != name:
+    if name not in map(host, plan.placement.workers):
         raise ValueError(f"placement.draft={plan.placement.draft}: there is nothing to do for torchrun's process {rank()} on {name}")
+    if local_rank():
+        # One serves; a second would wait for an engine that never calls.
+        raise SystemExit(0)
     serve_engines(address, name, once=True)
     raise SystemExit(0)
+
+
+def sizes_for(plan: Configuration, rows: int, max_model_len: int) -> tuple[Size, Size]:
+    """Return the sizes of target and draft over slots, in an engine for so many requests together."""
+    setup, places = setup_for(plan), rows * (plan.num_speculative_tokens + 1)
+    target = Size(rows, target_side.slots_needed(max_model_len, plan.num_speculative_tokens), places)
+    # After a miss the draft reads what was sent, with logits as at the target; otherwise it feeds a token of every branch.
+    branches = rows * draft_side.most_branches(setup, 1)
+    return target, Size(rows, draft_side.slots_needed(max_model_len, setup, rows), max(places, branches))
 
 
 def setup_for(plan: Configuration) -> Setup:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, Cache
 
+from ssd.devices import upload
+
 ATTENTION = "ssd_slots"
 Abort = Callable[[], bool]
 
@@ -74,9 +76,11 @@ class SlotCache(Cache):
     @torch.inference_mode()
     def copy(self, source: int, from_slots: np.ndarray, row: int, to_slots: np.ndarray) -> None:
         """Copy keys and values from some slots of one row into some of another."""
-        for buffers in (self._keys, self._values):
-            for buffer in buffers:
-                buffer[row, :, torch.from_numpy(to_slots)] = buffer[source, :, torch.from_numpy(from_slots)]
+        if not self._keys:
+            return
+        before, after = upload(np.stack([from_slots, to_slots]), self._keys[0].device)
+        for buffer in (*self._keys, *self._values):
+            buffer[row, :, after] = buffer[source, :, before]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: the length is in the masks, not here."""

@@ -65,6 +65,9 @@ class Setup:
     calibration: tuple[Counts, ...] = ()
     # As the paper's code does it, for comparison: one row that misses has the whole batch drafted anew, hits included.
     redraft_all: bool = False
+    # Which of how many workers this is: of the outcomes that one alone would cache, it caches its share.
+    worker: int = 0
+    workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,22 @@ class Drafts:
     round: int
     drafts: tuple[Draft, ...]
     calibration: tuple[Counts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BackUp:
+    """Target to one of several drafts: draft by the backup for these requests, whose outcomes none of them holds; answered by Drafts."""
+
+    round: int
+    requests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Target to each of several drafts: what the target verifies now, whoever drafted it, without laws; the next cache is for this."""
+
+    round: int
+    drafts: tuple[Draft, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +205,7 @@ class Shutdown:
 MESSAGES = Encoding(
     *(Boot, Ready, Failed, Setup, Start, Outcomes, Drafts, Stop, Shutdown),
     *(Rehearse, Rehearsed, Score, Scored, Ping, TakeSpans, Spans),
+    *(BackUp, Sent),
 )
 
 

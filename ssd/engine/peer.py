@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ssd.devices import available_cores, pin_to
 from ssd.engine.draft_process import Process, end
-from ssd.engine.link import Draft, Drafts, Link, LinkError, Outcomes, Ping, Ready, Setup, Traffic
+from ssd.engine.link import BackUp, Draft, Drafts, Link, LinkError, Outcomes, Ping, Ready, Setup, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class DraftPeer:
 
     respawn: starts another process, which loads and then says Ready, or waits for that of another host; without it, a draft that is lost
     stays lost. link_seconds: one way, as measured when the draft was set up, when its clock was `clock_ahead` seconds ahead of ours.
-    traffic: of all links since, but for what sets them up.
+    traffic: of all links since, but for what sets them up. since: when it began to serve, by this process's clock.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class DraftPeer:
         self._setup: Setup | None = None
         self._awaited: tuple[int, tuple[str, ...]] | None = None
         self._early: Drafts | None = None
-        self._respawn, self._back_off, self._since = respawn, FIRST_BACK_OFF, monotonic()
+        # Rounds whose drafts are still to come, though nobody waits for them any more.
+        self._passed: set[int] = set()
+        self._respawn, self._back_off, self.since = respawn, FIRST_BACK_OFF, monotonic()
         self._loading: Spawned | None = None
         self._spare: Spawned | None = None
         self._closed = threading.Event()
@@ -64,14 +66,23 @@ class DraftPeer:
         self._cores = available_cores()
         link.give_up_after(deadline)
 
+    @property
+    def peers(self) -> tuple[DraftPeer, ...]:
+        """Itself, where there may be several."""
+        return (self,)
+
     def configure(self, setup: Setup) -> bool:
         """Let it draft as `setup` says from the next request on; False if it is lost."""
         self._setup = setup
         ready = self._set_up(setup)
         # Drafts of before came before the answer, and nobody wants them any more.
-        self._awaited = self._early = None
+        self._expect_nothing()
         self.known.clear()
         return ready
+
+    def _expect_nothing(self) -> None:
+        self._awaited = self._early = None
+        self._passed.clear()
 
     def _set_up(self, setup: Setup) -> bool:
         self.link.stay_awake(setup.placement)
@@ -104,9 +115,45 @@ class DraftPeer:
 
     def report(self, outcomes: Outcomes) -> None:
         """Send what a round came to; its drafts are then due."""
-        self.tell(outcomes)
+        self._ask_for_drafts(outcomes, tuple(outcome.request for outcome in outcomes.outcomes))
+
+    def back_up(self, message: BackUp) -> dict[str, Draft]:
+        """Ask for drafts by the backup, and wait for them as `drafts` does."""
+        self._ask_for_drafts(message, message.requests)
+        return self.drafts()
+
+    def _ask_for_drafts(self, message: Outcomes | BackUp, requests: tuple[str, ...]) -> None:
+        self.tell(message)
         if self.lost is None:
-            self._awaited = outcomes.round, tuple(outcome.request for outcome in outcomes.outcomes)
+            self._awaited = message.round, requests
+
+    @property
+    def due(self) -> tuple[int, tuple[str, ...]] | None:
+        """The round that drafts are due after, and the requests that they are for."""
+        return self._awaited if self.lost is None else None
+
+    @property
+    def answers(self) -> bool:
+        """Whether `drafts` need not wait."""
+        try:
+            while self.due is not None and self._early is None and self.link.peek() is not None:
+                message = self.link.expect(Drafts)
+                self._early = message if self._wanted(message) else None
+        except LinkError as error:
+            self.lose(str(error))
+        return self._early is not None or self.due is None
+
+    def pass_over(self) -> None:
+        """Do without the drafts that are due; when they come, nobody looks at them."""
+        if self._awaited is not None and self._early is None:
+            self._passed.add(self._awaited[0])
+        self._awaited = self._early = None
+
+    def _wanted(self, message: object) -> bool:
+        if isinstance(message, Drafts) and message.round in self._passed:
+            self._passed.remove(message.round)
+            return False
+        return True
 
     def drafts(self) -> dict[str, Draft]:
         """Wait for the drafts that are due, by request; none if none are, or if the draft is lost, as one silent past the deadline is."""
@@ -152,6 +199,8 @@ class DraftPeer:
     def _await(self, kind: type[T], deadline: float | None = None) -> T:
         while True:
             message: object = self.link.expect(kind, Drafts, deadline=deadline or self.deadline)
+            if not self._wanted(message):
+                continue
             if isinstance(message, kind):
                 return message
             if isinstance(message, Drafts):
@@ -163,12 +212,12 @@ class DraftPeer:
         """Give the draft up: end its process, go on as AR, and start another one after a while."""
         self.lost = reason
         self.known.clear()
-        self._awaited = self._early = None
+        self._expect_nothing()
         end(self.process, self.link)
         if self._respawn is None or self._closed.is_set():
             logger.warning("draft lost: %s; decoding goes on without it", reason)
             return
-        if monotonic() - self._since > STEADY_SECONDS:
+        if monotonic() - self.since > STEADY_SECONDS:
             self._back_off = FIRST_BACK_OFF
         wait, self._back_off = self._back_off, min(2 * self._back_off, LONGEST_BACK_OFF)
         logger.warning("draft lost: %s; decoding goes on without it, and it is started again in %g s", reason, wait)
@@ -208,7 +257,7 @@ class DraftPeer:
         if spare is None:
             return False
         (self.process, self.link), self.lost = spare, None
-        self._since = monotonic()
+        self.since = monotonic()
         self.link.give_up_after(self.deadline)
         if self._setup is not None and not self._set_up(self._setup):
             return False

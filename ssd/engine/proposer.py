@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from ssd.devices import upload
 from ssd.engine.graphs import sampling_graphs
 from ssd.engine.link import Setup, Start
 from ssd.sampling import Before, Parameters, Purpose, draw, log_law, noise_key, outcome_scores, press, processed
@@ -25,7 +27,7 @@ class Proposer:
     def __init__(self, start: Start, setup: Setup, vocab_size: int, device: torch.device) -> None:
         params = start.params
         self.parameters = Parameters.of([params], [len(start.prompt)], [start.end_ids], vocab_size, device)
-        self.seed = torch.tensor([params.seed or 0], device=device)
+        self.seed = upload(np.array([params.seed or 0], dtype=np.int64), device)
         self.greedy, self.coupled = params.temperature == 0, params.verification == "coupled"
         # Whether its tokens are the largest logits, whatever stands before.
         self.plain = self.greedy and self.parameters.bare

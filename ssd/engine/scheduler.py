@@ -11,6 +11,7 @@ from typing import Literal
 
 from sim.metrics import Metrics, Round, drafter
 from sim.timeline import Span
+from ssd.engine.group import DraftGroup
 from ssd.engine.link import Draft, Outcome, Outcomes, Start, Stop
 from ssd.engine.peer import DraftPeer
 from ssd.engine.prefix import PREFILL_CHUNK, SHARED_CHUNK
@@ -86,7 +87,7 @@ class Request:
 class Scheduler:
     """Decodes requests round by round with a target and, unless mode is ar, a draft; they join and leave between any two rounds."""
 
-    def __init__(self, target: Target, peer: DraftPeer | None, spans: deque[Span], backup: str = "jit") -> None:
+    def __init__(self, target: Target, peer: DraftPeer | DraftGroup | None, spans: deque[Span], backup: str = "jit") -> None:
         self.target, self.peer, self.spans, self.backup = target, peer, spans, backup
         self.waiting: WaitingRoom[Request] = WaitingRoom()
         self.running: dict[int, Request] = {}
@@ -150,22 +151,26 @@ class Scheduler:
         while self.waiting and self.target.idle:
             request = self.waiting.next()
             self.running[self.target.start(request.prompt, request.params, tuple(request.end_ids))] = request
-        if self.peer is None:
-            return
-        if self.peer.lost is not None:
-            self.peer.take_back()
-        for request in self.running.values():
-            if self.peer.lost is None and request.request_id not in self.peer.known:
-                self.peer.known.add(request.request_id)
-                self.peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids), request.params, tuple(request.output)))
+        for peer in self._peers:
+            if peer.lost is not None:
+                peer.take_back()
+            for request in self.running.values():
+                if peer.lost is None and request.request_id not in peer.known:
+                    peer.known.add(request.request_id)
+                    peer.tell(Start(request.request_id, request.prompt, tuple(request.end_ids), request.params, tuple(request.output)))
 
     def _leave(self, row: int) -> None:
         request = self.running.pop(row)
         request.ended = monotonic()
         self.target.stop(row)
-        if self.peer is not None and request.request_id in self.peer.known:
-            self.peer.known.discard(request.request_id)
-            self.peer.tell(Stop(request.request_id))
+        for peer in self._peers:
+            if request.request_id in peer.known:
+                peer.known.discard(request.request_id)
+                peer.tell(Stop(request.request_id))
+
+    @property
+    def _peers(self) -> tuple[DraftPeer, ...]:
+        return () if self.peer is None else self.peer.peers
 
     def _drafts_due(self, index: int) -> Mapping[str, Draft]:
         """Wait for the drafts of round `index`, counting from the outcomes' leaving: on a shared core the draft works from then on."""

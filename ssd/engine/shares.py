@@ -11,13 +11,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import pickle
 import threading
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Never
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ssd.devices import are_cores, cpu, index, pin, processes, torch_device
+from ssd.engine.encoding import Array, Encoding
 from ssd.engine.graphs import Shape
 from ssd.engine.kv import Abort
 from ssd.engine.transformer import SlotTransformer
@@ -36,8 +37,65 @@ if TYPE_CHECKING:
 Ids = tuple[str, ...]
 # All that most forwards feed goes in one broadcast of this size, its length in front.
 FRAME = 1 << 14
+WORD = 8
 COLLECTIVE_SECONDS = 60.0
 FOR_EVER = timedelta(days=365)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load your share of a target, known by its name, in place of what you have; devices are those of all shares."""
+
+    target: str
+    devices: Ids
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """Make model `number` over slots."""
+
+    number: int
+    rows: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy keys and values of model `number`, as SlotTransformer.copy does."""
+
+    number: int
+    source: int
+    from_slots: Array
+    row: int
+    to_slots: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Play a forward of model `number`, as SlotTransformer.feed does; seen: `visible`, eight to a byte."""
+
+    number: int
+    shape: Shape
+    fixed: bool
+    tokens: Array
+    numbers: Array
+    seen: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let these models over slots go."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Leave."""
+
+
+ORDERS = Encoding(Load, Make, Copy, Feed, Drop, End)
 
 
 def shares(target: Ids) -> int:
@@ -62,6 +120,11 @@ def share_of(target: Ids, rank: int, count: int) -> Ids:
     return target[rank * size : (rank + 1) * size]
 
 
+def leaders(target: Ids) -> Ids:
+    """Return the devices of the first process's share, all where there is but one."""
+    return share_of(target, 0, shares(target))
+
+
 class Team:
     """The processes that hold the shares, as one of them sees it."""
 
@@ -76,37 +139,51 @@ class Team:
         self._orders = dist.new_group(backend=dist.get_default_backend_for_device(cpu()), timeout=FOR_EVER)
         self._lock = threading.RLock()
         self._numbers = itertools.count()
+        self._broken = False
+        # Models over slots that are gone here, and not yet there.
         self.dropped: list[int] = []
 
-    def order(self, kind: str, *arguments: Any) -> None:
+    def order(self, order: object) -> None:
         """Tell the others what to do; RuntimeError where one is gone."""
-        dropped, self.dropped = self.dropped, []
-        body = pickle.dumps((kind, dropped, *arguments), pickle.HIGHEST_PROTOCOL)
-        frame = np.zeros(FRAME, dtype=np.uint8)
-        frame[:8] = np.frombuffer(len(body).to_bytes(8, "little"), dtype=np.uint8)
-        head, rest = body[: FRAME - 8], body[FRAME - 8 :]
-        frame[8 : 8 + len(head)] = np.frombuffer(head, dtype=np.uint8)
-        with self._lock:
-            try:
-                self._broadcast(torch.from_numpy(frame))
-                if rest:
-                    self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
-            except RuntimeError as error:
-                raise RuntimeError(f"a process with a share of the target is gone ({str(error).splitlines()[0]})") from error
+        with self._lock, self.together():
+            dropped, self.dropped = self.dropped, []
+            if dropped:
+                self._send(ORDERS.encode(Drop(tuple(dropped))))
+            self._send(ORDERS.encode(order))
 
-    def next_order(self) -> tuple[Any, ...]:
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Say by name what ends the block where another process is gone or silent; nothing is then asked of the others any more."""
+        if self._broken:
+            raise RuntimeError("a process with a share of the target was lost: start torchrun again")
+        try:
+            yield
+        except RuntimeError as error:
+            # gloo's errors are no class of their own; each names the file of its transport.
+            if not isinstance(error, dist.DistError) and "/transport/" not in str(error):
+                raise
+            self._broken = True
+            told = f"a process with a share of the target is gone, or silent for {COLLECTIVE_SECONDS:g} s"
+            raise RuntimeError(f"{told} ({str(error).splitlines()[0]})") from error
+
+    def next_order(self) -> object:
         """Wait for what the first process says."""
         frame = torch.zeros(FRAME, dtype=torch.uint8)
         self._broadcast(frame)
         data = frame.numpy().tobytes()
-        length = int.from_bytes(data[:8], "little")
-        body = data[8 : 8 + length]
-        if length > FRAME - 8:
+        length = int.from_bytes(data[:WORD], "little")
+        body = data[WORD : WORD + length]
+        if length > len(body):
             rest = torch.zeros(length - len(body), dtype=torch.uint8)
             self._broadcast(rest)
             body += rest.numpy().tobytes()
-        order: tuple[Any, ...] = pickle.loads(body)
-        return order
+        return ORDERS.decode(body)
+
+    def _send(self, body: bytes) -> None:
+        head, rest = body[: FRAME - WORD], body[FRAME - WORD :]
+        self._broadcast(_tensor(len(body).to_bytes(WORD, "little") + head.ljust(FRAME - WORD)))
+        if rest:
+            self._broadcast(_tensor(rest))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         work = dist.broadcast(tensor, 0, group=self._orders, async_op=True)
@@ -115,8 +192,9 @@ class Team:
 
     def load(self, source: Source, target: Ids, dtype: torch.dtype) -> LoadedModel:
         """Let every process load its share."""
-        self.order("load", source, target, dtype)
-        return replace(_load(source, target, dtype, self), team=self)
+        self.order(Load(source.name, target, str(dtype).removeprefix("torch.")))
+        with self.together():
+            return replace(_load(source, target, dtype, self), team=self)
 
     def number(self) -> int:
         """Return a number for a further model over slots."""
@@ -126,8 +204,12 @@ class Team:
         """Let the others go."""
         # Who is gone already need not be told.
         with suppress(RuntimeError):
-            self.order("end")
+            self.order(End())
         dist.destroy_process_group()
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 @cache
@@ -140,37 +222,49 @@ def lead(size: int) -> Team:
 
 def follow(target: Ids, rank: int, count: int) -> Never:
     """Do in a further process as the first one says, until it ends; then leave with SystemExit."""
-    team = Team(rank, count)
-    loaded: LoadedModel | None = None
-    models: dict[int, SlotTransformer] = {}
+    follower = Follower(Team(rank, count))
     with torch.inference_mode():
-        while True:
-            kind, dropped, *given = team.next_order()
-            for number in dropped:
-                models.pop(number, None)
-            if kind == "end":
-                dist.destroy_process_group()
-                raise SystemExit(0)
-            if kind == "load":
-                models.clear()
-                loaded = None
-                source, devices, dtype = given
-                loaded = _load(source, devices, dtype, team)
-            elif kind == "make" and loaded is not None:
-                number, rows, slots = given
-                models[number] = SlotTransformer(loaded, rows, slots)
-            else:
-                number, *rest = given
-                _obey(models[number], kind, rest)
+        while not isinstance(order := follower.team.next_order(), End):
+            follower.obey(order)
+    dist.destroy_process_group()
+    raise SystemExit(0)
 
 
-def _obey(model: SlotTransformer, kind: str, given: list[Any]) -> None:
-    if kind == "copy":
-        model.copy(*given)
-        return
-    shape, fixed, tokens, numbers, seen = given
-    visible = np.unpackbits(seen, count=shape.rows * shape.width * shape.slots).view(bool).reshape(shape.rows, shape.width, shape.slots)
-    model.feed(shape, fixed, torch.from_numpy(tokens).to(model.device), numbers, visible)
+class Follower:
+    """A further process's share, and its models over slots by their numbers."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._loaded: LoadedModel | None = None
+        self._models: dict[int, SlotTransformer] = {}
+
+    def obey(self, order: object) -> None:
+        """Do what one order says."""
+        match order:
+            case Load():
+                from ssd.models import locate
+
+                # Both need not fit.
+                self._models.clear()
+                self._loaded = None
+                self._loaded = _load(locate("target", order.target), order.devices, getattr(torch, order.dtype), self.team)
+            case Make() if self._loaded is not None:
+                self._models[order.number] = SlotTransformer(self._loaded, order.rows, order.slots)
+            case Copy():
+                self._models[order.number].copy(order.source, order.from_slots, order.row, order.to_slots)
+            case Feed():
+                self._feed(order)
+            case Drop():
+                for number in order.numbers:
+                    self._models.pop(number, None)
+            case _:
+                raise RuntimeError(f"{type(order).__name__} came out of turn")
+
+    def _feed(self, order: Feed) -> None:
+        model, shape = self._models[order.number], order.shape
+        size = shape.rows, shape.width, shape.slots
+        visible = np.unpackbits(order.seen, count=int(np.prod(size))).view(bool).reshape(size)
+        model.feed(shape, order.fixed, torch.from_numpy(order.tokens).to(model.device), order.numbers, visible)
 
 
 def _load(source: Source, target: Ids, dtype: torch.dtype, team: Team) -> LoadedModel:
@@ -185,9 +279,9 @@ class SharedTransformer(SlotTransformer):
     """The first process's part of a model over slots; whatever is done with it, the others do too."""
 
     def __init__(self, model: LoadedModel, rows: int, slots: int, team: Team) -> None:
-        super().__init__(model, rows, slots)
         self.team, self.number = team, team.number()
-        team.order("make", self.number, rows, slots)
+        super().__init__(model, rows, slots)
+        team.order(Make(self.number, rows, slots))
 
     def __del__(self) -> None:
         """Let the others drop theirs."""
@@ -196,12 +290,13 @@ class SharedTransformer(SlotTransformer):
 
     def copy(self, source: int, from_slots: np.ndarray, row: int, to_slots: np.ndarray) -> None:
         """Copy keys and values from some slots of one row into some of another, in every share."""
-        self.team.order("copy", self.number, source, from_slots, row, to_slots)
+        self.team.order(Copy(self.number, source, from_slots, row, to_slots))
         super().copy(source, from_slots, row, to_slots)
 
     def feed(
         self, shape: Shape, fixed: bool, tokens: torch.Tensor, numbers: np.ndarray, visible: np.ndarray, abort: Abort | None = None
     ) -> torch.Tensor:
-        """Play a forward in every share; it is not given up in its midst."""
-        self.team.order("feed", self.number, shape, fixed, tokens.cpu().numpy(), numbers, np.packbits(visible))
-        return super().feed(shape, fixed, tokens, numbers, visible)
+        """Play a forward in every share; it is not given up in its midst. RuntimeError where a process is gone or silent."""
+        self.team.order(Feed(self.number, shape, fixed, tokens.cpu().numpy(), numbers, np.packbits(visible)))
+        with self.team.together():
+            return super().feed(shape, fixed, tokens, numbers, visible)

@@ -275,8 +275,10 @@ def _logprobs(logits: torch.Tensor, tokens: Sequence[int], wanted: int | None) -
         return None
     law = torch.log_softmax(logits[: len(tokens)], -1)
     best = law.topk(min(wanted, law.shape[-1]), -1)
-    own = law.gather(-1, torch.tensor(tokens, device=law.device)[:, None])[:, 0].tolist()
+    own = law.gather(-1, upload(np.array(tokens, dtype=np.int64), law.device)[:, None])
+    count = best.indices.shape[-1]
+    # In doubles, which hold both ids and values, for one transfer.
+    told = torch.cat([best.indices.double(), best.values.double(), own.double()], -1).tolist()
     return tuple(
-        {token: value, **dict(zip(ids, values, strict=True))}
-        for token, value, ids, values in zip(tokens, own, best.indices.tolist(), best.values.tolist(), strict=True)
+        {token: row[-1], **dict(zip(map(int, row[:count]), row[count:-1], strict=True))} for token, row in zip(tokens, told, strict=True)
     )

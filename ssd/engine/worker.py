@@ -138,6 +138,9 @@ class Worker:
                 if self._busy:
                     self._turn()
             except BaseException as error:
+                # What was asked beside it is still to be answered.
+                with self._condition:
+                    self._inbox.extendleft(reversed(actions))
                 self.failed = error
                 logger.exception("decoding failed; the engine must be started again")
                 self._fail(_failure(error))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from ssd.devices import upload
 from ssd.specs import SamplingParams
 
 
@@ -50,28 +51,29 @@ class Parameters:
 
         def column(name: str, neutral: float, dtype: torch.dtype = torch.float64) -> torch.Tensor | None:
             values = [getattr(row, name) for row in rows]
-            return None if all(value == neutral for value in values) else torch.tensor(values, dtype=dtype, device=device)
+            return None if all(value == neutral for value in values) else torch.tensor(values, dtype=dtype)
 
         top_k, min_tokens = column("top_k", 0, torch.long), column("min_tokens", 0, torch.long)
         if top_k is not None:
             top_k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
-        return cls(
-            temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
-            prompt=torch.tensor(list(prompts), device=device),
+        on_host = cls(
+            temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float64),
+            prompt=torch.tensor(list(prompts)),
             top_k=top_k,
             top_p=column("top_p", 1.0),
             min_p=column("min_p", 0.0),
             repetition=column("repetition_penalty", 1.0),
             presence=column("presence_penalty", 0.0),
             frequency=column("frequency_penalty", 0.0),
-            bias=_bias(rows, vocab_size, device),
+            bias=_bias(rows, vocab_size),
             min_tokens=min_tokens,
-            ends=None if min_tokens is None else _marked(ends, vocab_size, device),
-            words=_words(rows, vocab_size, device),
+            ends=None if min_tokens is None else _marked(ends, vocab_size),
+            words=_words(rows, vocab_size),
             largest_k=0 if top_k is None else int(max(row.top_k if 0 < row.top_k < vocab_size else vocab_size for row in rows)),
             greedy=all(row.temperature == 0 for row in rows),
             some_greedy=any(row.temperature == 0 for row in rows),
         )
+        return on_host.mapped(lambda part: upload(part.numpy(), torch.device(device)))
 
     @property
     def reads_prefix(self) -> bool:
@@ -87,12 +89,16 @@ class Parameters:
         """Return every row `times` times over, for the places of a draft: [n] -> [n * times]."""
         if times == 1:
             return self
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        repeated: Any = {name: part.repeat_interleave(times, 0) for name, part in tensors.items() if isinstance(part, torch.Tensor)}
-        return replace(self, **repeated)
+        return self.mapped(lambda part: part.repeat_interleave(times, 0))
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Parameters:
+        """Return them with `function` of each tensor in its place."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        found: Any = {name: function(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
+        return replace(self, **found)
 
 
-def _bias(rows: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
+def _bias(rows: Sequence[SamplingParams], vocab_size: int) -> torch.Tensor | None:
     if not any(row.logit_bias for row in rows):
         return None
     bias = torch.zeros(len(rows), vocab_size)
@@ -100,21 +106,21 @@ def _bias(rows: Sequence[SamplingParams], vocab_size: int, device: torch.device 
         for token, value in row.logit_bias.items():
             if token < vocab_size:
                 bias[place, token] = value
-    return bias.to(device)
+    return bias
 
 
-def _marked(ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str) -> torch.Tensor:
+def _marked(ids: Sequence[Sequence[int]], vocab_size: int) -> torch.Tensor:
     marked = torch.zeros(len(ids), vocab_size, dtype=torch.bool)
     for place, row in enumerate(ids):
         marked[place, [token for token in row if token < vocab_size]] = True
-    return marked.to(device)
+    return marked
 
 
-def _words(rows: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
+def _words(rows: Sequence[SamplingParams], vocab_size: int) -> torch.Tensor | None:
     lists = [[word for word in row.bad_words_token_ids if max(word) < vocab_size] for row in rows]
     count = max(map(len, lists))
     if not count:
         return None
     longest = max(len(word) for words in lists for word in words)
     padded = [[[-1] * (longest - len(word)) + list(word) for word in words] + [[-2] * longest] * (count - len(words)) for words in lists]
-    return torch.tensor(padded, device=device)
+    return torch.tensor(padded)

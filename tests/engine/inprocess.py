@@ -1,4 +1,4 @@
-"""Both sides of the engine in one process, the draft's in a thread: the real drafter, link and scheduler without a process's start-up."""
+"""Both sides of the engine in one process, each drafter in a thread: the real drafters, links and scheduler without a process's start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -16,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.engine.draft import Drafter
 from ssd.engine.draft_process import run
+from ssd.engine.group import DraftGroup
 from ssd.engine.kv import ATTENTION
-from ssd.engine.link import Link, LinkError, Setup, Shutdown
+from ssd.engine.link import Link, LinkError, Ready, Setup, Shutdown
 from ssd.engine.peer import DraftPeer
 from ssd.engine.scheduler import Request, Scheduler
 from ssd.engine.target import Target, slots_needed
@@ -30,6 +33,8 @@ from tests.tiny import EXTRA, GROUPED, tokenizer, vary
 NUMBERS = itertools.count()
 NOWHERE = Placement(target=("meta:0",), draft=("meta:0",))
 NEAR_TIE = 1e-3
+# Of a drafter in a thread, there is none to end.
+PROCESS = SimpleNamespace(pid=None, kill=lambda: None, wait=lambda timeout=None: None)
 
 
 def tiny_model(model_type: str, seed: int) -> PreTrainedModel:
@@ -68,16 +73,21 @@ def setup(K: int, fan_out_hit: tuple[int, ...] = (), fan_out_miss: tuple[int, ..
 
 
 class Pair:
-    """A target here and its drafter in a thread."""
+    """A target here and its drafters, each in a thread, at the far ends of links."""
 
-    def __init__(self, target: LoadedModel, peer: DraftPeer, max_model_len: int, far: Watched, drafter: Drafter) -> None:
-        self.target, self.peer, self.max_model_len, self.far, self.drafter = target, peer, max_model_len, far, drafter
+    def __init__(
+        self, target: LoadedModel, peer: DraftPeer | DraftGroup, max_model_len: int, fars: list[Watched], drafters: list[Drafter]
+    ) -> None:
+        self.target, self.peer, self.max_model_len, self.fars, self.drafters = target, peer, max_model_len, fars, drafters
+        self.drafter = drafters[0]
         self.spans: deque = deque()
 
     def scheduler(self, how, patient=False) -> Scheduler:
         """A scheduler that decodes as `how` says (None: AR); a patient target lets the draft finish its cache before it verifies."""
         if how is not None:
-            assert self.peer.configure(how), self.peer.lost
+            count = len(self.drafters)
+            place = NOWHERE if count == 1 else Placement(target=("meta:0",), draft=("meta:0",) * count, draft_workers=count)
+            assert self.peer.configure(replace(how, placement=place)), self.peer.lost
         K = how.num_speculative_tokens if how is not None else 0
         target = Target(self.target, len(self.drafter.rows), slots_needed(self.max_model_len, K))
         if patient:
@@ -86,11 +96,15 @@ class Pair:
         return Scheduler(target, self.peer if how is not None else None, self.spans, "jit" if how is None else how.backup)
 
     def drafter_rests(self) -> bool:
-        """Wait until the drafter has taken in all that it was told and has nothing left to do."""
+        """Wait until the drafters that are not lost have taken in all that they were told and have nothing left to do."""
         deadline = monotonic() + 20
-        while monotonic() < deadline and not (self.far.idle and self.far.received == self.peer.link.sent):
+        while monotonic() < deadline and not self._all_rest():
             sleep(2e-4)
-        return self.far.idle
+        return self._all_rest()
+
+    def _all_rest(self) -> bool:
+        pairs = zip(self.fars, self.peer.peers, strict=True)
+        return all(peer.lost is not None or (far.idle and far.received == peer.link.sent) for far, peer in pairs)
 
     def request(self, prompt, max_tokens, ends=frozenset(), **params) -> Request:
         """A request with further sampling parameters, settled."""
@@ -157,24 +171,46 @@ class Watched(Link):
 
 
 @contextmanager
-def pair(target: PreTrainedModel, draft: PreTrainedModel, max_model_len: int, deadline: float = 20.0, rows: int = 1):
-    """Run a drafter in a thread and yield the Pair that talks to it."""
-    link, far = joined(Counted, Watched)
-    drafter = Drafter(loaded(draft), far, rows, max_model_len, target.config.vocab_size)
+def pair(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    max_model_len: int,
+    deadline: float = 20.0,
+    rows: int = 1,
+    workers: int = 1,
+    returns: bool = False,
+):
+    """Run so many drafters, each in a thread, and yield the Pair that talks to them. returns: whether one that is lost is started again."""
+    fars, drafters, threads = [None] * workers, [None] * workers, []
 
-    def serve() -> None:
-        with suppress(LinkError):
-            run(drafter, far)
+    def start(index: int) -> Link:
+        link, fars[index] = joined(Counted, Watched)
+        drafters[index] = Drafter(loaded(draft), fars[index], rows, max_model_len, target.config.vocab_size)
+        threads.append(threading.Thread(target=_serve, args=(drafters[index], fars[index]), daemon=True))
+        threads[-1].start()
+        return link
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    process = SimpleNamespace(kill=lambda: None, wait=lambda timeout=None: None)
-    peer = DraftPeer(process, link, deadline, target.config.vocab_size)
+    def respawn(index: int):
+        link = start(index)
+        fars[index].send(Ready())
+        return PROCESS, link
+
+    peers = [
+        DraftPeer(PROCESS, start(index), deadline, target.config.vocab_size, partial(respawn, index) if returns else None)
+        for index in range(workers)
+    ]
     try:
-        yield Pair(loaded(target), peer, max_model_len, far, drafter)
+        yield Pair(loaded(target), peers[0] if workers == 1 else DraftGroup(peers), max_model_len, fars, drafters)
     finally:
-        peer.tell(Shutdown())
-        thread.join(20)
+        for peer in peers:
+            peer.close(Shutdown())
+        for thread in threads:
+            thread.join(20)
+
+
+def _serve(drafter: Drafter, far: Link) -> None:
+    with suppress(LinkError):
+        run(drafter, far)
 
 
 @contextmanager

@@ -407,6 +407,7 @@ def test_a_stop_that_broke_a_prompt_off_leaves_the_draft_at_work_for_the_others(
     drafter = Drafter.__new__(Drafter)
     rows = [SimpleNamespace(request=name, active=True, trunk=Trunk(8), age=0) for name in ("stays", "goes")]
     drafter.rows, drafter.tempo, drafter._ages, drafter._builder = rows, Tempo(), iter(range(9)), None
+    drafter._unsettled = False
     drafter.stop("goes")
     assert [row.active for row in rows] == [True, False]
     assert drafter._builder is not None

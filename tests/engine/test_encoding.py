@@ -110,13 +110,26 @@ def test_bytes_make_a_message_or_an_error():
     law()
 
 
-@pytest.mark.parametrize("place", ['["|O",0,1]', '["<f4",0,99]', '["<f4",-8,1]', '["<f4",0,-1]', '["U9",0,1]', '"abcd"', "7", "[]"])
+@pytest.mark.parametrize(
+    "place", ['["|O",0,1]', '["<U1",0,1]', '["|S2",0,1]', '["<f4",0,99]', '["<f4",-8,1]', '["<f4",0,-1]', '["U9",0,1]', '"abcd"', "7", "[]"]
+)
 def test_an_array_that_is_not_there_or_not_of_numbers_is_an_error(place):
     law = b'{"width":7,"values":' + place.encode() + b',"ids":null,"counts":null}'
     text = b'{"round":1,"drafts":[{"request":"r","tokens":[1],"hit":null,"backup":false,"laws":' + law + b'}],"calibration":[]}'
     head = MESSAGES.encode(Drafts(1, ()))[:1] + len(text).to_bytes(4, "little")
     with pytest.raises((ValueError, TypeError)):
         MESSAGES.decode(head + text + bytes(16))
+
+
+@pytest.mark.parametrize("size", range(5))
+def test_less_than_a_head_is_no_message(size):
+    with pytest.raises(ValueError, match=f"{size} bytes are no message"):
+        MESSAGES.decode(bytes(size))
+
+
+def test_a_number_that_no_message_has_is_an_error():
+    with pytest.raises(ValueError, match="there is no message"):
+        MESSAGES.decode(bytes([len(MESSAGES._kinds)]) + bytes(4))
 
 
 def test_what_is_no_message_is_not_sent():

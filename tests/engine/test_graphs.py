@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
 
 from ssd.engine import graphs as module
 from ssd.engine.forward import SlotModel, chain
@@ -20,6 +21,17 @@ CPU = torch.device("cpu")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2", "phi3", "mixtral")
 
 
+def held(play):
+    """Play a function with outputs that stay where they are, too, as a graph's do: the next play writes over them."""
+    outputs = play()
+
+    def replay():
+        tree_map(lambda old, new: old.copy_(new) if isinstance(old, torch.Tensor) else old, outputs, play())
+        return outputs
+
+    return replay
+
+
 @pytest.fixture
 def fixed(monkeypatch):
     """Let the CPU be a device with graphs; yield all sets of them that are made."""
@@ -31,8 +43,8 @@ def fixed(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(module, "has_graphs", lambda _: True)
-    monkeypatch.setattr(module, "Capture", lambda _: as_it_is)
-    monkeypatch.setattr(Graphs, "on", classmethod(lambda _, device: Counted(device, as_it_is)))
+    monkeypatch.setattr(module, "Capture", lambda _: held)
+    monkeypatch.setattr(Graphs, "on", classmethod(lambda _, device: Counted(device, held)))
     sampling_graphs.cache_clear()
     yield made
     sampling_graphs.cache_clear()
@@ -71,6 +83,16 @@ def test_what_is_beyond_the_largest_sizes_is_played_as_it_is(fixed):
     assert [len(graphs) for graphs in fixed] == [1]
     assert bucket(Fed.of({0: chain(Trunk(model.slots), tokens, 1, CPU)}), 1, model.slots) is None
     assert model.forward({0: chain(Trunk(model.slots), tokens, 1, CPU)})[0].shape[0] == 1
+    assert [len(graphs) for graphs in fixed] == [1]
+
+
+def test_the_logits_of_a_forward_outlast_the_next_of_its_shape(fixed):
+    model = SlotModel(loaded(tiny_model("llama", 0)), 1, 64)
+    first = model.forward({0: chain(Trunk(model.slots), [1, 2], 1, CPU)})[0]
+    before = first.clone()
+    second = model.forward({0: chain(Trunk(model.slots), [3, 4], 1, CPU)})[0]
+    assert torch.equal(first, before)
+    assert not torch.equal(first, second)
     assert [len(graphs) for graphs in fixed] == [1]
 
 

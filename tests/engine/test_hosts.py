@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 import ssd
-from ssd.engine import hosts
-from ssd.engine.address import Address, secret
+from ssd.cli import run
+from ssd.engine import gloo, hosts
+from ssd.engine.address import Address, rank, secret, this_host, under_torchrun
 from ssd.engine.engine import Health
 from ssd.engine.gloo import ROOM
 from ssd.engine.link import MESSAGES, Failed, LinkError, Ping, Ready
@@ -155,6 +160,88 @@ def test_who_does_not_know_the_secret_is_not_served():
         pass
 
 
+class Mirror:
+    """Says what it hears."""
+
+    def __init__(self):
+        self.heard, self.closed = deque(), False
+        self.send, self.receive = self.heard.append, lambda _: self.heard.popleft()
+
+    def close(self):
+        self.closed = True
+
+
+def test_who_only_returns_what_it_hears_has_proved_nothing():
+    mirror = Mirror()
+    with pytest.raises(LinkError, match="does not know the secret"):
+        hosts.prove(mirror, b"a secret", "engine", "draft")
+    assert mirror.closed
+
+
+@pytest.fixture
+def meeting():
+    found = hosts.Meeting("127.0.0.1:0")
+    yield found
+    found.close()
+
+
+def test_who_came_last_is_called_first_and_nobody_twice(meeting):
+    meeting._store.add("ssd/far/arrivals", 3)
+    assert [meeting._next("far") for _ in range(4)] == [3, 2, 1, None]
+    assert meeting._next("near") is None
+
+
+def test_a_worker_that_is_gone_when_it_is_called_is_told_of(meeting, monkeypatch):
+    monkeypatch.setattr(hosts, "CALL_SECONDS", 0.1)
+    meeting._store.add("ssd/far/arrivals", 1)
+    with pytest.raises(LinkError, match="turned away: it has gone again"):
+        meeting.await_draft("far", 0.3)
+
+
+def test_a_meeting_that_is_closed_waits_for_nobody(meeting):
+    meeting.close()
+    with pytest.raises(LinkError, match="the engine was closed"):
+        meeting.await_draft("far", 60)
+
+
+def test_a_worker_that_goes_before_it_is_booted_is_a_link_error_and_its_link_is_closed():
+    done = []
+
+    def gone(_):
+        raise LinkError("gone")
+
+    link = SimpleNamespace(send=gone, close=lambda: done.append("closed"))
+    with pytest.raises(LinkError, match="gone"):
+        hosts.await_draft(SimpleNamespace(await_draft=lambda *_: link), "far", None, 1.0)
+    assert done == ["closed"]
+
+
+def test_frames_out_of_turn_and_messages_too_long_are_link_errors(monkeypatch):
+    with linked() as (near, far):
+        far._transport._sent += 1
+        far.send(Ready())
+        with pytest.raises(LinkError, match=r"the \d+th, came as the \d+th"):
+            near.receive(5)
+    with linked() as (near, far):
+        monkeypatch.setattr("ssd.engine.gloo.LONGEST", 1000)
+        far.send(Failed("x" * 1001))
+        with pytest.raises(LinkError, match=r"a message of \d+ bytes"):
+            near.receive(5)
+
+
+def test_a_peer_that_stops_in_the_midst_of_a_message_is_given_up_when_told():
+    with linked() as (near, far):
+        near.give_up_after(0.3)
+        frame = gloo._Frame()
+        far._transport._sent += 1
+        frame.fill(b"x" * (2 * ROOM), far._transport._sent)
+        far._transport._start(frame.tensor, gloo.FRAMES)
+        begin = time.monotonic()
+        with pytest.raises(LinkError, match=r"no message within 0\.3 s"):
+            near.receive(60)
+        assert time.monotonic() - begin < 5
+
+
 def test_a_draft_of_another_name_is_not_taken_and_the_error_says_what_to_start():
     told = r"no draft came from 'far' to 127\.0\.0\.1:\d+ within 1 s: start `ssd draft --connect .* --name far`"
     with pytest.raises(LinkError, match=told), linked(name="near"):
@@ -167,7 +254,7 @@ def test_without_a_secret_there_is_no_meeting(monkeypatch):
         secret()
 
 
-@pytest.mark.parametrize("text", ["", "here", "here:", ":1", "here:x", "here:70000", "here:-1"])
+@pytest.mark.parametrize("text", ["", "here", "here:", ":1", "[]:1", "here:x", "here:65536", "here:-1"])
 def test_an_address_that_is_none_is_refused_by_name(text):
     with pytest.raises(ValueError, match=r"listen=.*: give HOST:PORT"):
         Address.parse("listen", text)
@@ -176,8 +263,29 @@ def test_an_address_that_is_none_is_refused_by_name(text):
 def test_an_address_is_read_and_every_address_is_none():
     assert str(Address.parse("listen", "[fe80::1]:29400")) == "[fe80::1]:29400"
     assert Address.parse("listen", "gpu1:0") == Address("gpu1", 0)
-    with pytest.raises(ValueError, match="every address at once"):
-        Address.parse("listen", "0.0.0.0:29400")
+    assert Address.parse("listen", "gpu1:65535").port == 65535
+    for every in ("0.0.0.0", "[::]", "*"):
+        with pytest.raises(ValueError, match="every address at once"):
+            Address.parse("listen", f"{every}:29400")
+
+
+def test_our_own_address_is_the_one_that_faces_the_other():
+    assert Address("localhost", 29400).own() in ("127.0.0.1", "::1")
+    with pytest.raises(LinkError, match=r"there is no way to no\.such\.host\.invalid:1"):
+        Address("no.such.host.invalid", 1).own()
+
+
+def test_torchrun_says_where_its_store_is_what_this_host_is_called_and_who_we_are(monkeypatch):
+    for name in ("RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert (under_torchrun(), rank(), this_host()) == (None, 0, socket.gethostname())
+    # Whoever has a rank of somebody else's is not torchrun's.
+    monkeypatch.setenv("RANK", "3")
+    assert (under_torchrun(), rank()) == (None, 0)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert (under_torchrun(), rank(), this_host()) == (Address("10.0.0.1", 29400), 3, "node1")
 
 
 def test_where_this_machine_cannot_listen_is_refused():
@@ -200,6 +308,20 @@ def test_mistakes_are_named_before_anything_is_loaded(plan_for, unloaded):
         ssd.Engine.from_plan(far, listen="here")
     with pytest.raises(ValueError, match=r"listen='127.0.0.1:0': the plan has no draft on another host that could come there"):
         ssd.Engine.from_plan(plan_for(), listen="127.0.0.1:0")
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_of_torchruns_processes_on_the_drafts_host_the_first_serves_and_the_others_leave(plan_for, unloaded, monkeypatch, local):
+    for name, value in {"RANK": 2 + local, "LOCAL_RANK": local, "GROUP_RANK": 1, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    served = []
+    monkeypatch.setattr("ssd.engine.draft_host.serve_engines", lambda *given, **more: served.append((*given, more)))
+    with pytest.raises(SystemExit) as left:
+        ssd.Engine.from_plan(plan_for().with_draft_on("node1"))
+    assert left.value.code == 0
+    assert served == [(Address("10.0.0.1", 1), "node1", {"once": True})][local:]
+    with pytest.raises(ValueError, match="there is nothing to do for torchrun's process"):
+        ssd.Engine.from_plan(plan_for().with_draft_on("node2"))
 
 
 def test_devices_of_another_host_are_planned_for_and_the_target_stays_here(plan_for):
@@ -229,8 +351,6 @@ def worker(host, engine_at: Address, log: Path, *more: str):
 
 
 def free_port(here: str) -> int:
-    import socket
-
     with socket.create_server((here, 0)) as probe:
         return probe.getsockname()[1]
 
@@ -348,6 +468,39 @@ def test_a_draft_that_cannot_load_there_is_an_error_with_its_reason(plan_for, tm
         address = Address(host.here, free_port(host.here))
         with worker(host, address, tmp_path / "log"), pytest.raises(RuntimeError, match=r"far/cpu:4711.*this process may not run there"):
             ssd.Engine.from_plan(wrong, listen=str(address))
+
+
+@elsewhere
+@two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_the_command_line_has_its_draft_on_another_host(plan_for, expected, tmp_path, capsys, command):
+    path = tmp_path / "plan.json"
+    plan_for().save(path)
+    words = {"generate": [PROMPT, "--json"], "bench": ["--num-prompts", "1", "--warmup", "0", "--json"]}[command]
+    with another_host() as host:
+        address = Address(host.here, free_port(host.here))
+        with worker(host, address, tmp_path / "log"):
+            there = ["--draft-host", "far", "--listen", str(address)]
+            assert run([command, *words, "--plan", str(path), "--output-tokens", "20", *there]) == 0
+    told = json.loads(capsys.readouterr().out)
+    if command == "generate":
+        assert told["output"]["token_ids"] == expected[:20]
+        assert told["draft"] == "ok"
+        assert told["output"]["metrics"]["num_cache_hits"] > 0
+        return
+    rows = {row["configuration"]["mode"]: row for row in told["cells"][0]["rows"]}
+    assert set(rows) == {"ssd", "ar", "sd"}
+    assert not told["cells"][0]["skipped"]
+    assert all(rows[mode]["configuration"]["placement"]["draft"][0].startswith("far/") for mode in ("ssd", "sd"))
+    assert not any(row["differences"] for row in rows.values())
+    assert rows["ssd"]["hit_rate"] > 0
+
+
+@pytest.mark.parametrize("command", [["generate", "a"], ["bench"]])
+def test_where_to_listen_goes_with_a_host_to_listen_for(capsys, command):
+    assert run([*command, "--listen", "127.0.0.1:0"]) == 2
+    assert "--listen: is where the draft of another host comes to: name it with --draft-host" in capsys.readouterr().err
 
 
 def workers_of(host) -> list[int]:

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 import ssd
 from ssd.specs import Configuration, Models, Placement, SamplingParams
 from tests.engine.inprocess import differs
+from tests.engine.test_hosts import elsewhere, two_hosts
+from tests.engine.test_shares import in_shares
 from tests.plans import CORES, hand_typed
 
 HOME = Path(os.environ.get("SSD_MODELS", "~/.cache/ssd-models")).expanduser()
@@ -49,6 +51,34 @@ def test_a_real_pair_gives_the_greedy_tokens_of_transformers_in_every_mode():
     assert outputs[0].metrics.num_cache_hits > 0
     for output in outputs:
         assert differs(model, list(prompt), list(output.token_ids), expected) is None
+
+
+PROMPTS = [PROMPT, "# Sort a list of words by their length\n"]
+PAIR = pytest.mark.skipif(not (TARGET.is_dir() and DRAFT.is_dir()), reason=f"no Qwen2.5-Coder pair in {HOME.name}")
+
+
+def check_greedy(found: list[tuple[list[int], list[int], int]]) -> None:
+    """Prompt, tokens and hits of each request: the tokens are those of transformers."""
+    for prompt, tokens, hits in found:
+        model, expected = reference(tuple(prompt), TARGET)
+        assert differs(model, list(prompt), list(tokens), expected) is None
+        assert hits > 0
+
+
+@PAIR
+def test_a_real_target_in_two_shares_gives_the_greedy_tokens_of_transformers(tmp_path):
+    check_greedy(in_shares(tmp_path, "real", str(TARGET), str(DRAFT), *PROMPTS))
+
+
+@PAIR
+@elsewhere
+def test_a_real_pair_on_two_hosts_gives_the_greedy_tokens_of_transformers(tmp_path, monkeypatch):
+    monkeypatch.setenv("SSD_SECRET", "a secret")
+    plan = hand_typed(str(TARGET), str(DRAFT), models=Models(target=str(TARGET), draft=str(DRAFT), max_model_len=256))
+    with two_hosts(plan, tmp_path, deadline=300.0) as (_, engine):
+        outputs = [engine.generate(prompt, PARAMS)[0] for prompt in PROMPTS]
+        assert engine.health().draft == "ok"
+    check_greedy([(output.prompt_token_ids, output.token_ids, output.metrics.num_cache_hits) for output in outputs])
 
 
 @pytest.mark.skipif(not GGUF.is_file(), reason=f"no SmolLM2 GGUF file in {HOME.name}")
