@@ -66,7 +66,8 @@ def planned(pair: Pair) -> Plan:
     """The plan with the acceptance of the other measurement."""
     profile = roofline_profile(HARDWARE, pair.models, LOAD)
     alpha = implied_acceptance(profile, pair.acceptance_from)
-    return plan(HARDWARE, pair.models, LOAD, profile=profile.model_copy(update={"draft_acceptance_rate": alpha}))
+    texts = profile.texts[0].model_copy(update={"draft_acceptance_rate": alpha})
+    return plan(HARDWARE, pair.models, LOAD, profile=profile.model_copy(update={"texts": (texts,)}))
 
 
 def best(found: Plan, mode: str) -> Configuration:
@@ -87,7 +88,7 @@ def main() -> None:
             speed = predicted.tokens_per_second if predicted else 0.0
             cells.append(f"{speed:.1f} / {published} ({speed / published - 1:+.1%})")
         chosen = best(found, "ssd")
-        alpha = found.profile.draft_acceptance_rate
+        alpha = found.profile.texts[0].draft_acceptance_rate
         choice = f"K={chosen.num_speculative_tokens}, B={sum(chosen.fan_out_hit)}, {chosen.backup}"
         print(f"| {pair.models.target.split('/')[1]} | {alpha:.3f} | {' | '.join(cells)} | {choice} |")
     print("\nAcceptance by prompts, as ssd/data/acceptance.toml has it:\n")

@@ -182,10 +182,13 @@ def _curve(place: str, value: Any) -> tuple[float, ...]:
 
 
 def _recorded(place: str, name: Any, folder: Path, kind: str) -> Any:
-    """What a JSON file holds: a list, or under "traces" what `ssd profile` has measured."""
+    """What a JSON file holds: a list, or the traces of the one load that a profile of `ssd profile` is of."""
     found = read_json(f"{place}.file", folder / str(name))
     if kind == "trace" and isinstance(found, dict):
-        found = found.get("traces")
+        loads = found.get("texts", [found])
+        if len(loads) != 1:
+            raise ValueError(f"{place}.file={name!r} is a profile of {len(loads)} loads: profile one prompt set at one temperature")
+        found = loads[0].get("traces")
     if not isinstance(found, list):
         raise ValueError(f"{place}.file={name!r} holds no list: give recorded rounds or ranks, or a saved profile")
     return found

@@ -50,10 +50,8 @@ SHARED: dict[str, Any] = {
 # How to draft, typed by hand.
 TYPED = ("num_speculative_tokens", "fan_out", "budget", "building", "draft_workers", "backup")
 PLANNING = tuple(name for name in SHARED if name not in TYPED)
-MEASURING = (
-    *("target", "draft", "hardware", "max_model_len", "dtype", "draft_weights"),
-    *("prompt_tokens", "output_tokens", "batch_size", "temperature", "prompt_set"),
-)
+# A profile has lists of temperatures and prompt sets of its own.
+MEASURING = ("target", "draft", "hardware", "max_model_len", "dtype", "draft_weights", "prompt_tokens", "output_tokens", "batch_size")
 # What generates decodes one request at a time, at the temperature that it is given.
 RUNNING = tuple(name for name in SHARED if name not in ("batch_size", "temperature", "max_seconds_per_token"))
 # A benchmark has lists of these of its own.

@@ -79,29 +79,39 @@ def plan(
 
 @app.command()
 @takes(*MEASURING)
-def profile(asked: Asked, save: Save = None, as_json: Json = False) -> None:
+def profile(
+    asked: Asked,
+    temperature: Annotated[str, typer.Option(help="Sampling temperatures to plan for; a list such as 0,1.")] = "0",
+    prompt_set: Annotated[
+        str, typer.Option(help="Prompts to measure acceptance on: code, chat or library; a list such as code,chat.")
+    ] = "code",
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
     """Measure a pair on this machine.
 
-    Latency tables and acceptance as JSON, to --save or else to stdout. With --save, a run that was broken off goes on where it ended.
+    Latency tables, and acceptance of each prompt set at each temperature, as JSON to --save or else to stdout. With --save, a run that was
+    broken off goes on where it ended.
     """
-    from ssd.options import hardware_for, models_for, one_draft, workload_for
+    from ssd.options import hardware_for, listed, models_for, one_draft, workload_for
 
     one_draft(asked)
+    temperatures, prompt_sets = listed("temperature", temperature, float), tuple(prompt_set.split(","))
     hardware, models, workload = hardware_for(asked), models_for(asked), workload_for(asked)
     _refuse(not hardware.is_local, f"--hardware={asked.hardware!r}", "is another machine: leave it out to measure this one")
     from ssd.profiler import profile as measure
 
     with _progress() as tell:
         partial = None if save is None else save.with_name(save.name + ".partial")
-        found = measure(hardware, models, workload, progress=tell, partial=partial)
+        loads: dict[str, Any] = {"temperatures": temperatures, "prompt_sets": prompt_sets}
+        found = measure(hardware, models, workload, **loads, progress=tell, partial=partial)
     text = found.model_dump_json(indent=2)
     if save is not None:
         _write(save, text)
     if save is None or as_json:
         print(text)
         return
-    acceptance = f"acceptance {found.draft_acceptance_rate:.0%} ({found.acceptance_source})"
-    print(f"{len(found.forwards)} latency tables, {acceptance}, on {found.hardware}.")
+    print(found.explain())
     print(f"Written to {save}; plan with --profile {save}.")
 
 
@@ -467,7 +477,8 @@ def _progress() -> Iterator[Progress]:
     if not console.is_terminal:
         yield lambda what, share: None
         return
-    with Progress(console=console, transient=True) as bar:
+    # What is left is told by the share of the time that is over, however uneven the steps.
+    with Progress(console=console, transient=True, speed_estimate_period=float("inf")) as bar:
         task = bar.add_task("", total=1.0, visible=False)
         yield lambda what, share: bar.update(task, description=what, completed=share, visible=True)
 

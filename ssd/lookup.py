@@ -97,8 +97,9 @@ def _looked_up(ranks: tuple[int, ...], accepted: int, place: int, K: int, fan_ou
 
 
 def recorded(profile: Profile) -> Recorded | None:
-    """Return the profile's texts with what prompt lookup was worth, none if it was not measured on any of two tokens."""
-    texts = [(ranks, accepted) for ranks, accepted in zip(profile.traces, profile.ngram_accepted, strict=False) if ranks]
+    """Return the texts of a profile of one load with what prompt lookup was worth, none if it was not measured on any of two tokens."""
+    its = profile.texts[0]
+    texts = [(ranks, accepted) for ranks, accepted in zip(its.traces, its.ngram_accepted, strict=False) if ranks]
     if max((len(ranks) for ranks, _ in texts), default=0) < 2:
         return None
     return Recorded(tuple(ranks for ranks, _ in texts), tuple(accepted for _, accepted in texts))

@@ -85,11 +85,11 @@ class Axes:
     def typed(cls, batch_size: str | None, prompt_tokens: str | None, K: str | None, budget: str | None, temperature: str) -> Axes:
         """Read lists with commas; ValueError names the option."""
         return cls(
-            _listed("batch_size", batch_size, int),
-            _listed("prompt_tokens", prompt_tokens, int),
-            _listed("num_speculative_tokens", K, int),
-            _listed("budget", budget, int),
-            _listed("temperature", temperature, float),
+            listed("batch_size", batch_size, int),
+            listed("prompt_tokens", prompt_tokens, int),
+            listed("num_speculative_tokens", K, int),
+            listed("budget", budget, int),
+            listed("temperature", temperature, float),
         )
 
     def points(self) -> list[dict[str, int]]:
@@ -106,7 +106,7 @@ class Axes:
         return grid({name: values for name, values in axes.items() if values})
 
 
-def _listed(name: str, text: str | None, kind: type[N]) -> tuple[N, ...]:
+def listed(name: str, text: str | None, kind: type[N]) -> tuple[N, ...]:
     """Return the numbers of 0 or more, each once, that stand in `text` with commas between."""
     if text is None:
         return ()

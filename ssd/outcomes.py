@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from sim import outcomes as sim_outcomes
-from ssd.specs import Profile, Verification
+from ssd.specs import Profile, Texts, Verification
 from theory.acceptance import accepted_length_law, expected_tokens_of
 from theory.check import FloatArray, IntArray
 from theory.hits import PowerLaw
@@ -18,6 +18,8 @@ from theory.hits import PowerLaw
 # Curves are needed up to the largest budget.
 LARGEST_BUDGET = 32
 LONGEST_DRAFT = 8
+# The rounds that a profile tells of: draft tokens, and candidates cached at each position.
+TOLD_LOOKAHEAD, TOLD_FAN_OUT = 3, 1
 # Fits of the published miss rates by temperature, after a hit and after a miss (Definition 11 with a free prefactor).
 PUBLISHED_MISSES = {
     0.0: (PowerLaw(r=0.54, c=0.28), PowerLaw(r=0.47, c=0.57)),
@@ -131,6 +133,19 @@ class Traced:
         ranks = np.concatenate([np.asarray(text) for text in self.ranks])
         return float((ranks == 1).mean())
 
+    def ranks_after(self, K: int, F: int) -> tuple[list[int], list[int]]:
+        """Ranks of the bonus in rounds after a hit and after a miss, with F cached candidates at each position."""
+        after_hit, after_miss = list[int](), list[int]()
+        for text, end in zip(self.ranks, self.ends or self.ranks, strict=True):
+            for place in range(min(K + 1, len(text))):
+                hit = False
+                while place + K < len(text):
+                    accepted, rank = sim_outcomes.outcome_at(text, place, K, end)
+                    (after_hit if hit else after_miss).append(rank)
+                    hit = rank <= F
+                    place += accepted + 1
+        return after_hit, after_miss
+
     def _rounds(self, K: int) -> tuple[IntArray, IntArray]:
         if K not in self._read:
             accepted, ranks = zip(*sim_outcomes.rounds_of(self.ranks, K, self.ends), strict=True)
@@ -169,14 +184,40 @@ class Assumed:
 
 
 def outcome_model(profile: Profile, verification: Verification = "rejection") -> OutcomeModel:
-    """Return the profile's recorded texts, or where it has none of two tokens the published hit curves at its acceptance rate.
+    """Return the recorded texts of a profile of one load, or where they have no two tokens the published hit curves at its acceptance rate.
 
     verification: how drafts are verified; of sampled texts coupling reads the ranks under the noise that both sides share.
     """
-    texts = tuple(text for text in profile.traces if text)
-    ends = tuple(text for text in profile.end_traces if text)
+    its = profile.texts[0]
+    return _traced(its, verification) or Assumed(its.draft_acceptance_rate, temperature=its.temperature)
+
+
+def acceptance_by_position(its: Texts) -> tuple[float, ...]:
+    """Chance that each of a draft's tokens is accepted given those before it were, as far as any was; none of texts too short to tell."""
+    model = _traced(its)
+    if model is None:
+        return ()
+    reached = np.cumsum(model.law(model.longest)[::-1])[::-1]
+    return tuple((reached[1:][reached[:-1] > 0] / reached[:-1][reached[:-1] > 0]).tolist())
+
+
+def bonus_curves(its: Texts) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Chance that the bonus is among the best F = 0..LARGEST_BUDGET candidates of its position, in rounds after hits and after misses.
+
+    Places that are hard for the draft come together, so that they differ. Rounds of TOLD_LOOKAHEAD draft tokens, with TOLD_FAN_OUT cached
+    candidates at each position; the first round of a text comes after a miss.
+    """
+    model = _traced(its)
+    after = model.ranks_after(TOLD_LOOKAHEAD, TOLD_FAN_OUT) if model is not None else ((), ())
+    of_hit, of_miss = (tuple(_curve(np.asarray(ranks)).tolist()) if ranks else () for ranks in after)
+    return of_hit, of_miss
+
+
+def _traced(its: Texts, verification: Verification = "rejection") -> Traced | None:
+    texts = tuple(text for text in its.traces if text)
+    ends = tuple(text for text in its.end_traces if text)
     if max(map(len, texts), default=0) < 2:
-        return Assumed(profile.draft_acceptance_rate, temperature=profile.temperature)
+        return None
     return Traced(texts, ends) if verification == "rejection" else Traced(ends or texts)
 
 

@@ -105,8 +105,9 @@ def _of_pair(
         from ssd.profiler import profile as measure
 
         profile = measure(hardware, models, workload)
+    profile = None if profile is None else profile.of(workload)
     found = _verified(hardware, models, workload, objective, profile, mode, "rejection")
-    if profile is None or not profile.end_traces or (found.mode == "ar" and mode is None):
+    if profile is None or not profile.texts[0].end_traces or (found.mode == "ar" and mode is None):
         return found
     coupled = _verified(hardware, models, workload, objective, profile, mode, "coupled")
     # Rejection is at home everywhere: coupling must be ahead.
@@ -156,16 +157,14 @@ def _computed(hardware: Hardware, models: Models, workload: Workload) -> Profile
 
 
 def _check_profile(profile: Profile, hardware: Hardware, models: Models, workload: Workload) -> None:
-    """Refuse a profile of something else; one on prompts of the user's own fits every workload."""
+    """Refuse a profile of something else."""
     for option, ours, theirs in (
         ("hardware", hardware.name, profile.hardware),
         ("models.target", models.target, profile.models.target),
         ("models.draft", models.draft, profile.models.draft),
         ("models.draft_weights", models.draft_weights, profile.models.draft_weights),
-        ("workload.prompt_set", workload.prompt_set, profile.prompt_set),
-        ("workload.temperature", workload.temperature, profile.temperature),
     ):
-        if ours != theirs and not (option == "workload.prompt_set" and theirs == "given"):
+        if ours != theirs:
             when = f" on {profile.measured_on}" if profile.measured_on else ""
             raise ValueError(f"{option}={ours!r} does not fit the profile, made with {theirs!r}{when}: profile again, or leave profile out")
     devices = {device.id for device in hardware.devices}
@@ -254,7 +253,8 @@ class _Task:
     @property
     def _is_calibrated(self) -> bool:
         """Whether the draft's confidence is known, as it is after greedy texts."""
-        return bool(self.profile.calibration) and self.profile.temperature == 0
+        its = self.profile.texts[0]
+        return bool(its.calibration) and its.temperature == 0
 
     def eligible(self, played: Sequence[Played]) -> list[Played]:
         """Those of the mode that was asked for."""

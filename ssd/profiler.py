@@ -1,30 +1,31 @@
-"""A short profile of a pair on this machine: forwards of both models where a plan may place them, the link, acceptance on real prompts."""
+"""A profile of a pair on this machine: forwards of both models where a plan may place them, the link, acceptance on real prompts."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import date
 from functools import partial as bound
+from itertools import product
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import Any, TypeVar
 
 from sim.outcomes import rounds_of
+from ssd import forwards
 from ssd.devices import pinned
 from ssd.engine.engine import Engine, Prompt
-from ssd.engine.link import Ping, Rehearse, Rehearsed, Score, Scored
+from ssd.engine.link import Ping, Score, Scored
 from ssd.engine.ngram import Lookup
-from ssd.engine.peer import DraftPeer
-from ssd.engine.rehearsal import rehearse
 from ssd.engine.shares import leaders
+from ssd.forwards import Forwards
 from ssd.lookup import accepted_lengths
-from ssd.models import compute_dtype, keeps_int8, load
+from ssd.models import LoadedModel, compute_dtype, keeps_int8
+from ssd.models import load as load_model
 from ssd.pace import pace
 from ssd.placements import placements
-from ssd.progress import Progress
+from ssd.progress import Course, Progress
 from ssd.prompts import prompts as prompt_texts
 from ssd.round_costs import Watched, round_cost, watched_configurations
 from ssd.scoring import replay
@@ -40,36 +41,29 @@ from ssd.specs import (
     Profile,
     RoundCost,
     SamplingParams,
+    Texts,
     Verification,
     Workload,
 )
 from ssd.stages import Stages
 from theory.calibration import Calibration
 
-VERIFY_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
-BRANCHES = (1, 2, 3, 4, 6, 8, 12, 16)
-REPEATS = 5
-# Batches only: a forward is repeated less often to keep within this, and left out where one would take longer still.
-POINT_SECONDS = 2.0
 PROMPTS = 6
 TRACE_TOKENS = 64
 TEXT_LOOKAHEAD = 3
 # How often the draft's part in a sampled text is drawn anew.
 REPLAYS = 4
+# What that takes for each token and each entry of the vocabulary, roughly, to tell how long a profile will take.
+REPLAY_SECONDS = 1e-7
 # Tokens that prompt lookup is asked for.
 LOOKUP_TOKENS = 8
-# Cores that share something with others change their speed several times a second: a table, and the rounds of a configuration, are
-# measured over at least so many seconds.
-LEAST_SECONDS = 2.0
 # Of each configuration whose rounds are watched, at the least and at the most.
 WATCHED_BATCHES, MOST_BATCHES, WATCHED_TOKENS = 2, 40, 33
-# The draft's work beside which the target's contended forwards are timed, and the other way round.
-BUSY_BRANCHES = 4
-BUSY_TOKENS = 4
 
-Model = Literal["target", "draft"]
-# Token ids of prompts and outputs; host seconds a round apart from the rest; prefill seconds a token.
-Decoded = tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], float, float]
+# Token ids of prompts and outputs; host seconds a round apart from the rest; prefill seconds a token; of greedy texts what the draft said.
+Read = tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], float, float, list[Scored]]
+# A mode at a place under a verification, whose rounds are watched at a temperature.
+Watch = tuple[Mode, Placement, Verification, float]
 T = TypeVar("T")
 
 
@@ -78,41 +72,58 @@ def profile(
     models: Models,
     workload: Workload | None = None,
     *,
+    temperatures: Sequence[float] = (),
+    prompt_sets: Sequence[str] = (),
     prompts: Sequence[Prompt] | None = None,
     progress: Progress | None = None,
     partial: Path | None = None,
     ignore_eos: bool = False,
-    watch_rounds: bool = True,
+    brief: bool = False,
 ) -> Profile:
-    """Measure `models` on `hardware`, which must be this machine, in a minute or two for models of a billion weights.
+    """Measure `models` on `hardware`, which must be this machine, in a few minutes for models of a billion weights and one load.
 
-    Forwards first, those of batches with the tokens of all their rows packed into one; then, of each mode at each placement, what some
-    rounds of the engine take beyond their forwards. prompts: texts, or their token ids, to measure acceptance on, else a few of the
-    workload's prompt set. progress is called with what is being measured and the share done, 0..1. partial: a file for finished stages,
-    so that the same call goes on after a break; it is gone when all is done. ignore_eos: read texts past the model's end tokens, for loads
-    that do. watch_rounds: False leaves out what rounds take beyond forwards, for whoever watches them later.
-    ValueError where the hardware is another machine.
+    Texts of each prompt set at each temperature first, by default the workload's own; then forwards, those of batches with the tokens of
+    all their rows packed into one, at the workload's context and, the smallest and the largest, at a longer one; then, of each mode at each
+    placement and temperature, what some rounds of the engine take beyond their forwards. prompts: texts, or their token ids, to measure
+    acceptance on instead of a prompt set. progress is called with what is being measured and the share of the time that is over, 0..1, and
+    at first with how long all will take. partial: a file for finished stages, so that the same call goes on after a break; it is gone when
+    all is done. ignore_eos: read texts past the model's end tokens, for loads that do. brief: leave out longer contexts, and rounds, for
+    whoever watches them later. ValueError where the hardware is another machine, and for prompt_sets beside prompts.
     """
-    workload = workload or Workload()
+    loads = _loads(workload or Workload(), temperatures, prompt_sets, prompts)
     if not hardware.is_local:
         raise ValueError(f"hardware {hardware.name!r} is not this machine: profile where the models will run, or plan without a profile")
     places = placements(hardware)
     if models.draft is None:
         places = tuple(Placement(target=place.target) for place in places if place.overlaps or len(hardware.devices) == 1)
-    stages = Stages(
-        partial,
-        [
-            hardware.name,
-            *(each.model_dump(mode="json") for each in (models, workload)),
-            [each if isinstance(each, str) else list(each) for each in prompts or ()],
-        ],
-    )
-    with Engine.from_plan(_first_plan(hardware, models, places), max_num_seqs=workload.batch_size) as engine:
-        profiler = _Profiler(engine, workload, progress or (lambda *_: None), stages, ignore_eos)
-        found = profiler.run(places, prompts, watch_rounds=watch_rounds)
-    found = profiler.replayed(found) if workload.temperature > 0 and models.draft is not None else found
+    identity = [
+        hardware.name,
+        *(each.model_dump(mode="json") for each in (models, *loads)),
+        [each if isinstance(each, str) else list(each) for each in prompts or ()],
+        [ignore_eos, brief],
+    ]
+    tell, stages = progress or (lambda *_: None), Stages(partial, identity)
+    tell("loading the models", 0.0)
+    with Engine.from_plan(_first_plan(hardware, models, places), max_num_seqs=loads[0].batch_size) as engine:
+        profiler = _Profiler(engine, loads, places, prompts, tell, stages, ignore_eos=ignore_eos, brief=brief)
+        found = profiler.run()
+    # The draft's process has left its memory to a draft in this one.
+    found = profiler.replayed(found)
     stages.finish()
     return found
+
+
+def _loads(
+    workload: Workload, temperatures: Sequence[float], prompt_sets: Sequence[str], prompts: Sequence[Prompt] | None
+) -> list[Workload]:
+    """The workload on every prompt set at every temperature."""
+    if prompts and prompt_sets:
+        raise ValueError(f"prompt_sets={tuple(prompt_sets)} beside prompts of your own: give one of them")
+    axes = dict.fromkeys(prompt_sets or [workload.prompt_set]), dict.fromkeys(temperatures or [workload.temperature])
+    return [
+        Workload.model_validate({**workload.model_dump(), "prompt_set": kind, "temperature": temperature})
+        for kind, temperature in product(*axes)
+    ]
 
 
 def _first_plan(hardware: Hardware, models: Models, places: Sequence[Placement]) -> Plan:
@@ -127,104 +138,134 @@ class _Profiler:
     """The measurements on one running engine."""
 
     def __init__(
-        self, engine: Engine, workload: Workload, progress: Progress, stages: Stages | None = None, ignore_eos: bool = False
+        self,
+        engine: Engine,
+        loads: Sequence[Workload],
+        places: Sequence[Placement],
+        prompts: Sequence[Prompt] | None,
+        tell: Progress,
+        stages: Stages,
+        *,
+        ignore_eos: bool = False,
+        brief: bool = False,
     ) -> None:
-        self.engine, self.workload, self.progress, self.ignore_eos = engine, workload, progress, ignore_eos
-        self.once = (stages or Stages(None, None)).once
-        self.context = workload.prompt_tokens + workload.output_tokens // 2
-        self.rows = workload.batch_size
+        self.engine, self.loads, self.places, self.prompts = engine, loads, places, prompts
+        self.stages, self.ignore_eos, self.brief = stages, ignore_eos, brief
+        self.models, self.rows = engine.plan.models, loads[0].batch_size
+        self.forwards = Forwards(engine, loads[0].context, self.rows, engine.pair.max_model_len, brief=brief)
+        self.course = Course(tell, {name: seconds for name, seconds in self._steps() if name not in stages})
+        self.read: list[Read] = []
 
-    def run(self, places: Sequence[Placement], prompts: Sequence[Prompt] | None, *, watch_rounds: bool) -> Profile:
-        """Measure everything and put it together."""
-        models = self.engine.plan.models
-        texts: list[Prompt] = list(prompts or prompt_texts(self.workload.prompt_set, PROMPTS, self.engine.pair.tokenizer))
-        outputs, overhead, prefill = self.once("texts", Decoded, lambda: self._decode(texts))
-        self.outputs = outputs
-        greedy = self.workload.temperature == 0
-        scored = self.once("ranks", list[Scored], lambda: self._scored(outputs)) if models.draft is not None and greedy else []
-        traces = tuple(one.ranks for one in scored)
-        forwards = [table for place, share in _with_share(places) for table in self._at(place, share)]
-        rounds = rounds_of(traces, TEXT_LOOKAHEAD) if traces else []
-        accepted, tried = sum(k for k, _ in rounds), sum(min(k + 1, TEXT_LOOKAHEAD) for k, _ in rounds)
+    def run(self) -> Profile:
+        """Measure everything but what is left to `replayed`, and put it together."""
+        self.read = [self._once(_texts_of(load), Read, bound(self._decode, load)) for load in self.loads]
+        kind = list[ForwardLatency]
+        tables = [table for place in self.places for table in self._once(_forwards_on(place), kind, bound(self._forwards, place))]
         found = Profile(
             hardware=self.engine.plan.hardware.name,
-            models=models,
-            prompt_set=self.workload.prompt_set if prompts is None else "given",
-            temperature=self.workload.temperature,
+            models=self.models,
             measured_on=date.today().isoformat(),
-            forwards=tuple(_once(forwards)),
-            prefill_seconds_per_token=prefill,
+            texts=tuple(self._greedy(load, read) for load, read in zip(self.loads, self.read, strict=True)),
+            forwards=tuple({(table.model, table.devices, table.contended): table for table in tables}.values()),
+            prefill_seconds_per_token=statistics.median(prefill for _, _, prefill, _ in self.read),
+            link_seconds=self._link(),
+            overhead_seconds=statistics.median(overhead for _, overhead, _, _ in self.read),
+        )
+        costs = [self._once(_rounds_of(watch), RoundCost | None, bound(self._round_cost, found, watch)) for watch in self._watches()]
+        return found.model_copy(update={"rounds": tuple(cost for cost in costs if cost is not None)})
+
+    def replayed(self, found: Profile) -> Profile:
+        """The profile with what would have been accepted and cached along sampled texts; the draft is loaded into this process."""
+        drafts: list[LoadedModel] = []
+        texts = tuple(
+            self._once(_replay_of(load), Texts, bound(self._sampled, its, load, read, drafts)) if self._is_replayed(load) else its
+            for its, load, read in zip(found.texts, self.loads, self.read, strict=True)
+        )
+        return found.model_copy(update={"texts": texts})
+
+    def _once(self, name: str, kind: Any, measure: Callable[[], T]) -> T:
+        """Take a step of the course unless that was done before."""
+
+        def measured() -> T:
+            self.course.at(name)
+            return measure()
+
+        return self.stages.once(name, kind, measured)
+
+    def _steps(self) -> Iterator[tuple[str, float]]:
+        """Every step in order, with roughly the seconds that it takes."""
+        forward, count = self.forwards.probe(), len(self.prompts or range(PROMPTS))
+        tokens = count * TRACE_TOKENS
+        for load in self.loads:
+            yield _texts_of(load), tokens * forward
+        for place in self.places:
+            yield _forwards_on(place), self.forwards.expected_seconds(place, forward)
+        for watch in self._watches():
+            batch = WATCHED_TOKENS * forward
+            yield (
+                _rounds_of(watch),
+                len(watched_configurations(*watch[:3])) * (batch + max(forwards.LEAST_SECONDS, WATCHED_BATCHES * batch)),
+            )
+        for load in filter(self._is_replayed, self.loads):
+            yield _replay_of(load), tokens * REPLAYS * self.engine.loaded.vocab_size * REPLAY_SECONDS + count * forward
+
+    def _forwards(self, place: Placement) -> list[ForwardLatency]:
+        return list(self.forwards.at(place))
+
+    # Texts
+
+    def _decode(self, load: Workload) -> Read:
+        texts: list[Prompt] = list(self.prompts or prompt_texts(load.prompt_set, PROMPTS, self.engine.pair.tokenizer))
+        outputs, overheads, prefills = [], [], []
+        for place, text in enumerate(texts):
+            self.course.at(_texts_of(load), place / len(texts))
+            # A seed makes it the same text each time, and of the target's law as any other.
+            params = SamplingParams(max_tokens=TRACE_TOKENS, temperature=load.temperature, seed=place, ignore_eos=self.ignore_eos)
+            output = self.engine.generate(text, params)[0]
+            metrics = output.metrics
+            outputs.append((output.prompt_token_ids, output.token_ids))
+            first = metrics.time_to_first_token or 0.0
+            prefills.append(first / len(output.prompt_token_ids))
+            if metrics.num_rounds:
+                overheads.append((metrics.total_seconds - first - metrics.verify_seconds - metrics.wait_seconds) / metrics.num_rounds)
+        greedy = self.models.draft is not None and load.temperature == 0
+        scored = [self.forwards.ask(Score(prompt + output, len(prompt)), Scored) for prompt, output in outputs] if greedy else []
+        return outputs, max(0.0, statistics.median(overheads or [0.0])), statistics.median(prefills), scored
+
+    def _greedy(self, load: Workload, read: Read) -> Texts:
+        """What the draft said of greedy texts; nothing yet of sampled ones."""
+        outputs, _, _, scored = read
+        traces = tuple(one.ranks for one in scored)
+        rounds = rounds_of(traces, TEXT_LOOKAHEAD)
+        accepted, tried = sum(k for k, _ in rounds), sum(min(k + 1, TEXT_LOOKAHEAD) for k, _ in rounds)
+        return Texts(
+            prompt_set=load.prompt_set if self.prompts is None else "given",
+            temperature=load.temperature,
             traces=traces,
             ngram_accepted=tuple(accepted_lengths(*text, LOOKUP_TOKENS, Lookup()) for text in outputs[: len(traces)]),
             calibration=_calibration(scored),
             draft_acceptance_rate=accepted / tried if tried else 0.0,
             acceptance_source="measured" if traces else "assumed",
-            link_seconds=self._link(),
-            overhead_seconds=overhead,
         )
-        if not watch_rounds:
-            return found
-        costs = self.once("rounds", list[RoundCost], lambda: list(self._round_costs(found, places)))
-        return found.model_copy(update={"rounds": tuple(costs)})
 
-    def _round_costs(self, tables: Profile, places: Sequence[Placement]) -> Iterator[RoundCost]:
-        """What rounds take beyond the forwards in the tables: of every mode wherever it may run."""
-        drafts, found = tables.models.draft is not None, list[tuple[Mode, Placement, Verification]]()
-        for place in places:
-            if place.overlaps or not place.draft:
-                found.append(("ar", Placement(target=place.target), "rejection"))
-            for verification in self._verifications if drafts else ():
-                found.append(("sd" if place.overlaps else "ssd", place, verification))
-        for number, (mode, place, verification) in enumerate(found):
-            self.progress(f"rounds of {mode.upper()} on {', '.join(place.devices)}", 0.7 + 0.25 * number / len(found))
-            raw = pace(tables, place, mode)
-            watched = [self._watch(configuration) for configuration in watched_configurations(mode, place, verification)]
-            cost = round_cost(raw, watched) if raw is not None else None
-            if cost is not None:
-                yield cost
+    def _is_replayed(self, load: Workload) -> bool:
+        return load.temperature > 0 and self.models.draft is not None
 
-    @property
-    def _verifications(self) -> tuple[Verification, ...]:
-        return ("rejection", "coupled") if self.workload.temperature > 0 else ("rejection",)
-
-    def _watch(self, configuration: Configuration) -> Watched:
-        """Decode a few batches, of prompts as long as the workload's, and see what that took."""
-        ids = [prompt[-self.workload.prompt_tokens :] for prompt, _ in self.outputs]
-        params = SamplingParams(
-            max_tokens=min(WATCHED_TOKENS, self.engine.pair.max_model_len - max(map(len, ids))),
-            temperature=self.workload.temperature,
-            ignore_eos=True,
-            verification=configuration.verification,
-        )
-        self.engine.configure(configuration)
-        begin = inf
-        for batch in range(1 + MOST_BATCHES):
-            if batch > WATCHED_BATCHES and monotonic() > begin + LEAST_SECONDS:
-                break
-            self.engine.generate([ids[(batch * self.rows + row) % len(ids)] for row in range(self.rows)], params)
-            if not batch:
-                # The first one only warms up.
-                self.engine.timeline()
-                begin = monotonic()
-        return Watched(configuration, (self.engine.timeline(),), self.rows)
-
-    def replayed(self, found: Profile) -> Profile:
-        """The profile with what would have been accepted and cached along the sampled texts; the draft is loaded into this process."""
-        self.progress("acceptance of sampled texts", 0.95)
-        pair, device = self.engine.pair, self.engine.loaded.device
-        assert pair.draft is not None, "whoever asks has one"
-        int8 = keeps_int8(found.models, pair.draft, device)
-        draft = load(pair.draft, device, compute_dtype(found.models, device), drafts=True, int8=int8)
+    def _sampled(self, its: Texts, load: Workload, read: Read, drafts: list[LoadedModel]) -> Texts:
+        """What is drawn anew of the draft's part in sampled texts. drafts: the draft, once it is loaded."""
+        if not drafts:
+            drafts.append(self._load_draft())
         ranks, ends, accepted = [], [], []
-        for prompt, output in self.outputs:
+        for place, (prompt, output) in enumerate(read[0]):
+            self.course.at(_replay_of(load), place / len(read[0]))
             if len(output) < 2:
                 continue
-            for of_text, at_end in replay(self.engine.loaded, draft, prompt + output, len(prompt), self.workload.temperature, REPLAYS):
+            for of_text, at_end in replay(self.engine.loaded, drafts[0], prompt + output, len(prompt), load.temperature, REPLAYS):
                 ranks.append(of_text)
                 ends.append(at_end)
                 accepted.append(accepted_lengths(prompt, output, LOOKUP_TOKENS, Lookup()))
         every = [rank for text in ranks for rank in text]
-        return found.model_copy(
+        return its.model_copy(
             update={
                 "traces": tuple(ranks),
                 "end_traces": tuple(ends),
@@ -234,112 +275,77 @@ class _Profiler:
             }
         )
 
-    def _decode(self, texts: Sequence[Prompt]) -> Decoded:
-        """Decode the prompts; return (prompt, output) token ids, host seconds a round apart from the rest, prefill seconds a token."""
-        outputs, overheads, prefills = [], [], []
-        for place, text in enumerate(texts):
-            self.progress("acceptance", 0.4 * place / len(texts))
-            # A seed makes it the same text each time, and of the target's law as any other.
-            params = SamplingParams(max_tokens=TRACE_TOKENS, temperature=self.workload.temperature, seed=place, ignore_eos=self.ignore_eos)
-            output = self.engine.generate(text, params)[0]
-            metrics = output.metrics
-            outputs.append((output.prompt_token_ids, output.token_ids))
-            first = metrics.time_to_first_token or 0.0
-            prefills.append(first / len(output.prompt_token_ids))
-            if metrics.num_rounds:
-                overheads.append((metrics.total_seconds - first - metrics.verify_seconds - metrics.wait_seconds) / metrics.num_rounds)
-        return outputs, max(0.0, statistics.median(overheads or [0.0])), statistics.median(prefills)
+    def _load_draft(self) -> LoadedModel:
+        pair, device = self.engine.pair, self.engine.loaded.device
+        assert pair.draft is not None, "whoever asks has one"
+        int8 = keeps_int8(self.models, pair.draft, device)
+        return load_model(pair.draft, device, compute_dtype(self.models, device), drafts=True, int8=int8)
 
-    def _scored(self, outputs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Scored]:
-        return [self._ask(Score(prompt + output, len(prompt)), Scored) for prompt, output in outputs]
+    # Rounds and the link
+
+    def _watches(self) -> Iterator[Watch]:
+        """Every mode wherever it may run, at each temperature and in each way to verify there is at that."""
+        for temperature in dict.fromkeys(load.temperature for load in self.loads) if not self.brief else ():
+            ways: tuple[Verification, ...] = ("rejection", "coupled") if temperature > 0 else ("rejection",)
+            for place in self.places:
+                if place.overlaps or not place.draft:
+                    yield "ar", Placement(target=place.target), "rejection", temperature
+                for verification in ways if self.models.draft is not None else ():
+                    yield "sd" if place.overlaps else "ssd", place, verification, temperature
+
+    def _round_cost(self, tables: Profile, watch: Watch) -> RoundCost | None:
+        """What rounds take beyond the forwards in the tables."""
+        mode, place, verification, temperature = watch
+        raw = pace(tables, place, mode)
+        watched = [self._watch(configuration, temperature) for configuration in watched_configurations(mode, place, verification)]
+        return round_cost(raw, watched, temperature) if raw is not None else None
+
+    def _watch(self, configuration: Configuration, temperature: float) -> Watched:
+        """Decode a few batches, of prompts as long as the workload's, and see what that took."""
+        outputs = next(read[0] for load, read in zip(self.loads, self.read, strict=True) if load.temperature == temperature)
+        ids = [prompt[-self.loads[0].prompt_tokens :] for prompt, _ in outputs]
+        params = SamplingParams(
+            max_tokens=min(WATCHED_TOKENS, self.engine.pair.max_model_len - max(map(len, ids))),
+            temperature=temperature,
+            ignore_eos=True,
+            verification=configuration.verification,
+        )
+        self.engine.configure(configuration)
+        begin = inf
+        for batch in range(1 + MOST_BATCHES):
+            if batch > WATCHED_BATCHES and monotonic() > begin + forwards.LEAST_SECONDS:
+                break
+            self.engine.generate([ids[(batch * self.rows + row) % len(ids)] for row in range(self.rows)], params)
+            if not batch:
+                # The first one only warms up.
+                self.engine.timeline()
+                begin = monotonic()
+        return Watched(configuration, (self.engine.timeline(),), self.rows)
 
     def _link(self) -> float:
-        if self._peer is None:
+        if self.forwards.peer is None:
             return 0.0
         with pinned(leaders(self.engine.plan.placement.target)):
-            seconds = [_seconds_of(lambda: self._ask(Ping(), Ping)) for _ in range(50)]
+            seconds = [_seconds_of(lambda: self.forwards.ask(Ping(), Ping)) for _ in range(50)]
         return statistics.median(seconds) / 2
 
-    def _at(self, place: Placement, share: float) -> list[ForwardLatency]:
-        name = f"forwards on {' '.join(place.target)} and {' '.join(place.draft)}"
-        return self.once(name, list[ForwardLatency], lambda: list(self._forwards(place, share)))
 
-    def _forwards(self, place: Placement, share: float) -> Iterator[ForwardLatency]:
-        """Time both models at `place`: alone where they take turns there, each beside the other where they do not."""
-        self.progress(f"forwards on {', '.join(place.devices)}", 0.4 + 0.3 * share)
-        alone = place.overlaps or not place.draft
-        if place.draft:
-            # Of several workers, which are alike, one is asked.
-            configuration = Configuration(mode="sd", num_speculative_tokens=1, placement=place.of_worker(-1))
-            self.engine.configure(configuration)
-        target, draft = (bound(measure, place, alone=alone) for measure in (self._target, self._draft))
-        yield _table("target", place.target, self._timed(self._sizes(VERIFY_TOKENS), target), not alone)
-        if place.draft:
-            yield _table("draft", place.draft, self._timed(self._sizes(BRANCHES), draft), not alone)
-            if not alone:
-                # After a miss it drafts for the rows that missed while the target waits.
-                waited = sorted({1, -(-self.rows // 4), -(-self.rows // 2), self.rows})
-                yield _table("draft", place.draft, self._timed(waited, bound(self._draft, place, alone=True)), False)
+def _texts_of(load: Workload) -> str:
+    return f"texts of {load.prompt_set} prompts at temperature {load.temperature:g}"
 
-    def _sizes(self, each: Sequence[int]) -> list[int]:
-        """Tokens of a forward with so many in each row of the batch, every other of these where it has several, and of a forward of one."""
-        return sorted({1, *(self.rows * tokens for tokens in (each if self.rows == 1 else (1, *each[1::2], each[-1])))})
 
-    def _timed(self, sizes: Sequence[int], measure: Callable[[int, int], list[float]]) -> dict[int, list[float]]:
-        """Seconds of forwards of rising sizes; the long ones of a batch are repeated less often, and left out past what a plan needs."""
-        found: dict[int, list[float]] = {}
-        repeats: dict[int, int] = {}
-        expected = 0.0
-        for size in sizes:
-            if self.rows > 1 and expected * size > POINT_SECONDS and size > 2 * self.rows:
-                break
-            fewer = self.rows > 1 and expected
-            repeats[size] = max(1, min(REPEATS, int(POINT_SECONDS / (expected * size)))) if fewer else REPEATS
-            found[size] = measure(size, repeats[size])
-            expected = statistics.median(found[size]) / size
-        while sum(map(sum, found.values())) < LEAST_SECONDS:
-            for size in found:
-                found[size] += measure(size, repeats[size])
-        return found
+def _replay_of(load: Workload) -> str:
+    return f"acceptance of {_texts_of(load)}"
 
-    def _target(self, place: Placement, tokens: int, repeats: int, alone: bool) -> list[float]:
-        with pinned(leaders(place.target)), self._busy_draft(alone):
-            return rehearse(self.engine.loaded, tokens, self.context, lambda done: done < repeats)
 
-    @contextmanager
-    def _busy_draft(self, alone: bool) -> Iterator[None]:
-        if alone or self._peer is None:
-            yield
-            return
-        self._peer.tell(Rehearse(self.rows * BUSY_BRANCHES, self.context, 0))
-        try:
-            yield
-        finally:
-            self._ask(Ping(), Rehearsed)
-            self._peer.link.expect(Ping, deadline=self.engine.deadline)
+def _forwards_on(place: Placement) -> str:
+    return f"forwards on {' '.join(place.target)}" + (f" and {' '.join(place.draft)}" if place.draft and not place.overlaps else "")
 
-    def _draft(self, place: Placement, tokens: int, repeats: int, alone: bool) -> list[float]:
-        # Several workers share the branches of a cache; for the rows that missed one of them drafts.
-        question = Rehearse(tokens if alone else -(-tokens // place.draft_workers), self.context, repeats)
-        if alone or self._peer is None:
-            return list(self._ask(question, Rehearsed).seconds)
-        link = self._peer.link
-        self._peer.tell(question)
-        with pinned(leaders(place.target)):
-            rehearse(self.engine.loaded, self.rows * BUSY_TOKENS, self.context, lambda _: link.peek() is None)
-        return list(link.expect(Rehearsed, deadline=self.engine.deadline).seconds)
 
-    @property
-    def _peer(self) -> DraftPeer | None:
-        """The draft's worker; of several, which are alike, the first."""
-        return self.engine.peer.peers[0] if self.engine.peer is not None else None
-
-    def _ask(self, question: object, kind: type[T]) -> T:
-        peer = self._peer
-        answer = peer.ask(question, kind) if peer is not None else None
-        if answer is None:
-            raise RuntimeError(f"the draft was lost while profiling: {peer.lost if peer is not None else 'there is none'}")
-        return answer
+def _rounds_of(watch: Watch) -> str:
+    mode, place, verification, temperature = watch
+    coupled = " coupled" if verification == "coupled" else ""
+    return f"rounds of{coupled} {mode.upper()} on {' '.join(place.devices)} at temperature {temperature:g}"
 
 
 def _calibration(scored: Sequence[Scored]) -> tuple[Calibrated, ...]:
@@ -350,35 +356,6 @@ def _calibration(scored: Sequence[Scored]) -> tuple[Calibrated, ...]:
     return tuple(
         Calibrated(kind=kind, trials=tuple(one.trials.tolist()), successes=tuple(one.successes.tolist())) for kind, one in found.items()
     )
-
-
-def _with_share(places: Sequence[Placement]) -> Iterator[tuple[Placement, float]]:
-    for index, place in enumerate(places):
-        yield place, index / len(places)
-
-
-def _once(tables: Sequence[ForwardLatency]) -> list[ForwardLatency]:
-    """Keep one table for each model, devices and contention."""
-    return list({(table.model, table.devices, table.contended): table for table in tables}.values())
-
-
-def _table(model: Model, devices: tuple[str, ...], timed: dict[int, list[float]], contended: bool) -> ForwardLatency:
-    means = tuple(statistics.fmean(values) for values in timed.values())
-    return ForwardLatency(
-        model=model,
-        devices=devices,
-        tokens=tuple(timed),
-        seconds=means,
-        spread=tuple(_spread(values) / mean for values, mean in zip(timed.values(), means, strict=True)),
-        contended=contended,
-    )
-
-
-def _spread(values: list[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4)
-    return high - low
 
 
 def _seconds_of(action: Callable[[], object]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ssd.pace import pace
-from ssd.specs import Configuration, Hardware, Placement, Plan, Prediction, Profile
+from ssd.specs import Configuration, Hardware, Placement, Plan, Prediction, Profile, Texts
 
 MAX_SHOWN = 4
 # What a profile notes that follows from data sheets and configurations alone.
@@ -71,7 +71,7 @@ def _prediction(plan: Plan) -> Iterator[str]:
     yield from _times(predicted)
     yield from _why_lookahead(plan)
     if predicted.critical_batch_size is not None:
-        lookup = plan.profile is not None and plan.profile.ngram_accepted
+        lookup = plan.profile is not None and plan.profile.texts[0].ngram_accepted
         fast, first = "ngram" if lookup else "none", predicted.critical_batch_size
         yield f"  critical batch size b* = {first}: from so many requests on, backup {fast} is faster than jit, all else as here"
 
@@ -152,7 +152,7 @@ def _inputs(plan: Plan) -> Iterator[str]:
 def provenance(plan: Plan) -> dict[str, list[str]]:
     """What the prediction rests on, in lines: measured, from data sheets, assumed."""
     profile = plan.profile
-    measured, assumed = ([], []) if profile is None else (list(_measured(profile)), list(_assumed(profile)))
+    measured, assumed = ([], []) if profile is None else (list(_measured(profile)), [*_assumed(profile), *_elsewhere(profile, plan)])
     sheets = dict.fromkeys(f"{device.name}: {device.source}" for device in plan.hardware.devices if device.source)
     if plan.hardware.is_local:
         return {"measured": measured, "assumed": assumed}
@@ -169,28 +169,62 @@ def _measured(profile: Profile) -> Iterator[str]:
         yield f"link {_ms(profile.link_seconds)} one way, host work {_ms(profile.overhead_seconds)} a round"
     if profile.rounds:
         yield f"what rounds take beyond their forwards, watched in the engine: {len(profile.rounds)} of mode, place and verification"
-    if profile.acceptance_source == "measured":
-        warmth = f" at temperature {profile.temperature:g}" if profile.temperature else ""
+    its = profile.texts[0]
+    if its.acceptance_source == "measured":
+        warmth = f" at temperature {its.temperature:g}" if its.temperature else ""
         day = f", {profile.measured_on}" if profile.measured_on else ""
-        yield f"acceptance {profile.draft_acceptance_rate:.2f} on {profile.prompt_set} prompts{warmth}{day}"
-    lookups = [accepted for text in profile.ngram_accepted for accepted in text]
+        yield f"acceptance {its.draft_acceptance_rate:.2f} on {its.prompt_set} prompts{warmth}{day}"
+    lookups = [accepted for text in its.ngram_accepted for accepted in text]
     proposed = [accepted for accepted in lookups if accepted >= 0]
     if lookups:
         worth = f", {sum(proposed) / len(proposed):.1f} accepted of each" if proposed else ""
         yield f"prompt lookup: proposals at {len(proposed)} of {len(lookups)} tokens{worth}"
-    if profile.traces:
-        yield f"hits: ranks of {sum(map(len, profile.traces))} tokens in {len(profile.traces)} texts"
+    if its.traces:
+        yield f"hits: ranks of {sum(map(len, its.traces))} tokens in {len(its.traces)} texts"
 
 
 def _assumed(profile: Profile) -> Iterator[str]:
+    its = profile.texts[0]
     yield from profile.notes
     if not any(table.source == "measured" for table in profile.forwards):
         yield f"link: {_ms(profile.link_seconds)} one way, from the hardware's description"
-    if profile.models.draft is None or profile.traces or any(note.startswith("hits:") for note in profile.notes):
+    if profile.models.draft is None or its.traces or any(note.startswith("hits:") for note in profile.notes):
         return
-    yield f"hits: published curves of Llama-3.1-70B with Llama-3.2-1B at temperature {profile.temperature:g}"
-    if profile.acceptance_source != "measured" and not any(note.startswith("acceptance:") for note in profile.notes):
-        yield f"acceptance {profile.draft_acceptance_rate:.2f} at every position"
+    yield f"hits: published curves of Llama-3.1-70B with Llama-3.2-1B at temperature {its.temperature:g}"
+    if its.acceptance_source != "measured" and not any(note.startswith("acceptance:") for note in profile.notes):
+        yield f"acceptance {its.draft_acceptance_rate:.2f} at every position"
+
+
+def _elsewhere(profile: Profile, plan: Plan) -> Iterator[str]:
+    """Forwards that were timed at one context, where the workload's is another."""
+    others = {table.context for table in profile.forwards if table.context not in (0, plan.workload.context)}
+    if others:
+        yield f"latency at {plan.workload.context} tokens of context: taken as at {' and '.join(map(str, sorted(others)))}"
+
+
+def explain_profile(profile: Profile) -> str:
+    """Say in plain text what was measured: forwards, link and host work, and of each load acceptance, hits and confidence."""
+    contexts = " and ".join(map(str, sorted({table.context for table in profile.forwards}))) or "no"
+    grown = sum(bool(table.growth) for table in profile.forwards)
+    tables = f"{len(profile.forwards)} latency tables on {profile.hardware}"
+    lines = [
+        f"{tables} at {contexts} tokens of context, {grown} of them with what each token more adds",
+        f"link {_ms(profile.link_seconds)} one way, host work {_ms(profile.overhead_seconds)} a round",
+        f"what rounds take beyond their forwards: {len(profile.rounds)} of mode, place, verification and temperature",
+    ]
+    return "\n".join([*lines, *(line for its in profile.texts for line in _of_texts(its))])
+
+
+def _of_texts(its: Texts) -> Iterator[str]:
+    acceptance = f"acceptance {its.draft_acceptance_rate:.0%} ({its.acceptance_source})"
+    yield f"{its.prompt_set} prompts at temperature {its.temperature:g}: {acceptance}"
+    if its.acceptance_by_position:
+        yield f"  by position: {' '.join(f'{share:.0%}' for share in its.acceptance_by_position)}"
+    for state, curve in (("hit", its.bonus_after_hit), ("miss", its.bonus_after_miss)):
+        if curve:
+            yield f"  bonus among the best 1, 2, 4, 8 candidates after a {state}: {' '.join(f'{curve[F]:.0%}' for F in (1, 2, 4, 8))}"
+    if its.calibration:
+        yield f"  confidence calibrated on {sum(sum(one.trials) for one in its.calibration):.0f} outcomes"
 
 
 def _cost(plan: Plan) -> str:

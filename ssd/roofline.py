@@ -13,7 +13,7 @@ from ssd.acceptance import AssumedAcceptance, assumed_acceptance
 from ssd.outcomes import published_misses
 from ssd.placements import placements
 from ssd.shapes import Shape, shape
-from ssd.specs import Device, ForwardLatency, Hardware, Models, Profile, Workload
+from ssd.specs import Device, ForwardLatency, Hardware, Models, Profile, Texts, Workload
 
 # Shares of the stated rates. Experts are gathered in small pieces; no published figure is bound by arithmetic, so its share is assumed.
 MEMORY_EFFICIENCY = 0.81
@@ -100,12 +100,16 @@ def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> 
     return Profile(
         hardware=hardware.name,
         models=models,
-        prompt_set=workload.prompt_set,
-        temperature=workload.temperature,
+        texts=(
+            Texts(
+                prompt_set=workload.prompt_set,
+                temperature=workload.temperature,
+                draft_acceptance_rate=acceptance.rate if acceptance else 0.0,
+                acceptance_source="assumed",
+            ),
+        ),
         forwards=forwards,
         prefill_seconds_per_token=_prefill(target, hardware.select(first.devices)),
-        draft_acceptance_rate=acceptance.rate if acceptance else 0.0,
-        acceptance_source="assumed",
         link_seconds=hardware.link_seconds,
         overhead_seconds=ROUND_SECONDS,
         notes=(*_notes(target, draft, acceptance, workload), *_memory_notes(hardware, target, draft, first, length)),
@@ -114,8 +118,7 @@ def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> 
 
 def _forward(option: str, name: str, models: Models, workload: Workload) -> Forward:
     fp32 = models.dtype == "float32"
-    context = workload.prompt_tokens + workload.output_tokens // 2
-    return Forward(shape(name, option), 4 if fp32 else 2, context, workload.batch_size, fp32)
+    return Forward(shape(name, option), 4 if fp32 else 2, workload.context, workload.batch_size, fp32)
 
 
 def _tables(hardware: Hardware, target: Forward, draft: Forward | None, length: int) -> Iterator[ForwardLatency]:
@@ -141,7 +144,8 @@ def _table(
 ) -> ForwardLatency:
     counts = tuple(sorted({*TOKENS, *MORE_TOKENS, forward.rows}))
     seconds = tuple(forward.seconds(used, -(-tokens // copies)) for tokens in counts)
-    return ForwardLatency(model=model, devices=tuple(device.id for device in devices), tokens=counts, seconds=seconds, source="roofline")
+    ids = tuple(device.id for device in devices)
+    return ForwardLatency(model=model, devices=ids, tokens=counts, seconds=seconds, source="roofline", context=forward.context)
 
 
 def _memory(hardware: Hardware, devices: tuple[Device, ...]) -> int:

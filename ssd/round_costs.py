@@ -63,10 +63,10 @@ def watched_configurations(mode: Mode, place: Placement, verification: Verificat
     )
 
 
-def round_cost(raw: Pace, watched: Sequence[Watched]) -> RoundCost | None:
+def round_cost(raw: Pace, watched: Sequence[Watched], temperature: float = 0.0) -> RoundCost | None:
     """Return what the rounds of one mode at one place took beyond `raw`, the pace of the forwards alone; None if there were too few.
 
-    watched: of each of `watched_configurations`.
+    watched: of each of `watched_configurations`, in requests of this temperature.
     """
     points = sorted(point for one in watched for point in _verifications(raw, one))
     if not points:
@@ -81,6 +81,7 @@ def round_cost(raw: Pace, watched: Sequence[Watched]) -> RoundCost | None:
         mode=first.mode,
         placement=first.placement,
         verification=first.verification,
+        temperature=temperature,
         tokens=tuple(tokens for tokens, _ in points),
         verify=tuple(seconds for _, seconds in points),
         answer=answer - 2 * raw.link_seconds if first.mode != "ar" else 0.0,

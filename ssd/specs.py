@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, computed_field, field_validator, model_validator
 
 from sim.metrics import Metrics, Round
 from sim.names import unknown
@@ -170,6 +170,11 @@ class Workload(Spec):
         "then take as many requests together as keep it, up to batch_size; none for no limit",
     )
 
+    @property
+    def context(self) -> int:
+        """Tokens that a query sees on average over an output."""
+        return self.prompt_tokens + self.output_tokens // 2
+
 
 class SamplingParams(Spec):
     """How one request is decoded."""
@@ -314,12 +319,26 @@ class ForwardLatency(Spec):
     spread: tuple[float, ...] = Field((), description="interquartile range over mean (ratio)")
     contended: bool = Field(False, description="whether the other model was at work on its own device meanwhile (yes or no)")
     source: Source = Field("measured", description="where the numbers come from (no unit)")
+    context: int = Field(0, ge=0, description="tokens that each query sees besides the forward's own; 0 where that is not known")
+    growth: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (), description="what each token of context more adds, for each of tokens; none where one context was measured (seconds)"
+    )
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
         if len(self.tokens) != len(self.seconds) or list(self.tokens) != sorted(set(self.tokens)):
             raise ValueError(f"tokens={self.tokens} must rise and match seconds={self.seconds} one to one")
+        if self.growth and len(self.growth) != len(self.tokens):
+            raise ValueError(f"growth={self.growth} must match tokens={self.tokens} one to one: give it so, or leave it out")
         return self
+
+    def at(self, context: int) -> ForwardLatency:
+        """Return the table at another context, tokens: linear in it, never falling, never below 0; as it is where one was measured."""
+        if not self.growth:
+            return self
+        more = context - self.context
+        seconds = tuple(max(0.0, each + more * growth) for each, growth in zip(self.seconds, self.growth, strict=True))
+        return self.model_copy(update={"seconds": seconds, "context": context})
 
 
 class Calibrated(Spec):
@@ -336,6 +355,7 @@ class RoundCost(Spec):
     mode: Mode = Field(description="whose rounds (no unit)")
     placement: Placement = Field(description="where (no unit)")
     verification: Verification = Field("rejection", description="how drafts were verified above temperature 0 (no unit)")
+    temperature: float = Field(0.0, ge=0, description="temperature of the requests (no unit)")
     tokens: tuple[float, ...] = Field(min_length=1, description="mean tokens in a verification, rising (count)")
     verify: tuple[float, ...] = Field(min_length=1, description="a verification, above a forward of so many, for each; seconds")
     answer: float = Field(
@@ -352,16 +372,14 @@ class RoundCost(Spec):
         return self
 
 
-class Profile(Spec):
-    """Latency and acceptance of a pair on a machine."""
+class Texts(Spec):
+    """What was read off texts of one prompt set at one temperature: acceptance, hits, what prompt lookup and confidence are worth.
 
-    hardware: str = Field(description="name of the hardware (no unit)")
-    models: Models = Field(description="the pair (no unit)")
-    prompt_set: str = Field(description="the prompts acceptance was measured on (no unit)")
-    temperature: float = Field(0.0, ge=0, description="temperature that acceptance and hits were measured at (no unit)")
-    measured_on: str = Field("", description="day of the measurement, year-month-day; empty where nothing was measured (no unit)")
-    forwards: tuple[ForwardLatency, ...] = Field(description="latency tables (list)")
-    prefill_seconds_per_token: float = Field(ge=0, description="target's prefill, seconds per prompt token")
+    Saved with it, and read as properties: acceptance by position, and curves of the bonus's rank after hits and after misses.
+    """
+
+    prompt_set: str = Field(description="the prompts, `given` where they were the caller's own (no unit)")
+    temperature: float = Field(0.0, ge=0, description="temperature that the texts were written at (no unit)")
     traces: tuple[tuple[int, ...], ...] = Field(
         (),
         description="for each prompt, the rank of every output token among the draft's choices, 1 being its own and accepted; above "
@@ -382,12 +400,12 @@ class Profile(Spec):
     )
     draft_acceptance_rate: float = Field(ge=0, le=1, description="chance that a draft token is accepted given those before it were (ratio)")
     acceptance_source: Source = Field(description="where acceptance comes from (no unit)")
-    link_seconds: float = Field(ge=0, description="one-way latency of a message between the two processes, seconds")
-    overhead_seconds: float = Field(ge=0, description="a round's host work outside verifications, messages and waits, seconds")
-    rounds: tuple[RoundCost, ...] = Field(
-        (), description="what rounds were seen to take beyond the tables; none if none was watched (list)"
-    )
-    notes: tuple[str, ...] = Field((), description="what was assumed, in words (no unit)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_properties(cls, data: Any) -> Any:
+        properties = ("acceptance_by_position", "bonus_after_hit", "bonus_after_miss")
+        return {key: value for key, value in data.items() if key not in properties} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _lookups_match_traces(self) -> Self:
@@ -399,8 +417,97 @@ class Profile(Spec):
             raise ValueError(f"ngram_accepted has texts of {lengths} tokens, traces of {known}: give one entry for each, or leave it out")
         return self
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """Chance that the 1st, 2nd, ... of 8 draft tokens is accepted given those before it were (ratios); none without traces."""
+        from ssd.outcomes import acceptance_by_position
+
+        return acceptance_by_position(self)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def bonus_after_hit(self) -> tuple[float, ...]:
+        """Chance that the bonus is among the best 0, 1, 2, ... candidates of its position, in rounds that come after a hit (ratios).
+
+        Of 3 draft tokens, with the best candidate of each position cached; none where there was no such round.
+        """
+        from ssd.outcomes import bonus_curves
+
+        return bonus_curves(self)[0]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def bonus_after_miss(self) -> tuple[float, ...]:
+        """The same in rounds that come after a miss (ratios)."""
+        from ssd.outcomes import bonus_curves
+
+        return bonus_curves(self)[1]
+
+
+class Profile(Spec):
+    """Latency of a pair on a machine, and its acceptance on one load or on several: prompt sets and temperatures."""
+
+    hardware: str = Field(description="name of the hardware (no unit)")
+    models: Models = Field(description="the pair (no unit)")
+    measured_on: str = Field("", description="day of the measurement, year-month-day; empty where nothing was measured (no unit)")
+    texts: tuple[Texts, ...] = Field(min_length=1, description="what was read off texts, of each prompt set and temperature (list)")
+    forwards: tuple[ForwardLatency, ...] = Field(description="latency tables (list)")
+    prefill_seconds_per_token: float = Field(ge=0, description="target's prefill, seconds per prompt token")
+    link_seconds: float = Field(ge=0, description="one-way latency of a message between the two processes, seconds")
+    overhead_seconds: float = Field(ge=0, description="a round's host work outside verifications, messages and waits, seconds")
+    rounds: tuple[RoundCost, ...] = Field(
+        (), description="what rounds were seen to take beyond the tables; none if none was watched (list)"
+    )
+    notes: tuple[str, ...] = Field((), description="what was assumed, in words (no unit)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_load(cls, data: Any) -> Any:
+        """A file of before a profile could hold several loads has what was read off texts beside the rest."""
+        if not isinstance(data, dict) or "texts" in data or "prompt_set" not in data:
+            return data
+        its = {name: data[name] for name in Texts.model_fields if name in data}
+        warmth = its.get("temperature", 0.0)
+        rounds = [{"temperature": warmth, **cost} if isinstance(cost, dict) else cost for cost in data.get("rounds", ())]
+        return {**{name: value for name, value in data.items() if name not in its}, "texts": (its,), "rounds": rounds}
+
+    def of(self, workload: Workload) -> Profile:
+        """Return what is known of one load: its texts alone, rounds at its temperature, tables at its context.
+
+        Texts on prompts that were given fit every prompt set. ValueError where none fits.
+        """
+        warm = [texts for texts in self.texts if texts.temperature == workload.temperature]
+        own = sorted(
+            (texts for texts in warm if texts.prompt_set in (workload.prompt_set, "given")), key=lambda each: each.prompt_set == "given"
+        )
+        if not own:
+            name, known = (
+                ("prompt_set", [texts.prompt_set for texts in warm]) if warm else ("temperature", [t.temperature for t in self.texts])
+            )
+            when = f" on {self.measured_on}" if self.measured_on else ""
+            raise ValueError(
+                f"workload.{name}={getattr(workload, name)!r} does not fit the profile, made with "
+                f"{' and '.join(map(repr, dict.fromkeys(known)))}{when}: profile again, or leave profile out"
+            )
+        rounds = tuple(cost for cost in self.rounds if cost.temperature == workload.temperature)
+        return self.at(workload.context).model_copy(update={"texts": (own[0],), "rounds": rounds})
+
+    def at(self, context: int) -> Profile:
+        """Return the same with the latency tables at this context, tokens."""
+        return self.model_copy(update={"forwards": tuple(table.at(context) for table in self.forwards)})
+
+    def explain(self) -> str:
+        """Say in a few lines what was measured."""
+        from ssd.report import explain_profile
+
+        return explain_profile(self)
+
     def round_cost(self, mode: Mode, placement: Placement, verification: Verification = "rejection") -> RoundCost | None:
-        """Return what rounds of `mode` there take beyond their forwards, preferring those verified so; None if none was watched."""
+        """Return what rounds of `mode` there take beyond their forwards, preferring those verified so; None if none was watched.
+
+        Of a profile of one load.
+        """
         found = [cost for cost in self.rounds if (cost.mode, cost.placement) == (mode, placement)]
         return min(found, key=lambda cost: cost.verification != verification, default=None)
 

@@ -28,6 +28,10 @@ class Stages:
         except (OSError, ValueError, KeyError, TypeError):
             self._done = {}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a stage is finished."""
+        return name in self._done
+
     def once(self, name: str, kind: Any, measure: Callable[[], T]) -> T:
         """Return what stage `name` gave before, else measure it; `kind` is its type."""
         adapter: TypeAdapter[T] = TypeAdapter(kind)

@@ -200,7 +200,7 @@ def validate(
             tell(f"profile of {_title(load)}: {what}", 0.5 * (number + share) / len(set(loads.values())))
 
         its = _prompts(pools, load, repeats)
-        profiles[load] = measure_profile(hardware, models, load, prompts=its, progress=told, ignore_eos=True, watch_rounds=False)
+        profiles[load] = measure_profile(hardware, models, load, prompts=its, progress=told, ignore_eos=True, brief=True)
     watched = {Run(c, load) for case, load in loads.items() for c in _watched(case.configuration)}
     runs = {case: Run(case.configuration, load.model_copy(update={"batch_size": case.batch_size})) for case, load in loads.items()}
     asked = list(dict.fromkeys([*runs.values(), *watched]))
@@ -332,7 +332,7 @@ def _cost(configuration: Configuration, load: Workload, profile: Profile, seen: 
     """What rounds of a mode at its place took beyond the profile's forwards."""
     raw = pace(profile, configuration.placement, configuration.mode)
     found = [Watched(c, tuple(seen[Run(c, load)].timelines), load.batch_size) for c in _watched(configuration)]
-    return None if raw is None else round_cost(raw, found)
+    return None if raw is None else round_cost(raw, found, load.temperature)
 
 
 def _measured(hardware: Hardware, models: Models, asked: Sequence[Run], pools: Pools, repeats: int, tell: Progress) -> dict[Run, Seen]:

@@ -24,10 +24,10 @@ def _one_thread():
 @pytest.fixture(autouse=True, scope="session")
 def _short_profiles():
     """A real profile averages over seconds for the sake of its numbers, which no test reads; programs that tests start do."""
-    from ssd import profiler
+    from ssd import forwards
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiler, "LEAST_SECONDS", 0.01)
+        patch.setattr(forwards, "LEAST_SECONDS", 0.01)
         yield
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from sim.outcomes import NEVER
 from ssd.placements import placements
-from ssd.specs import Device, ForwardLatency, Hardware, Models, Profile
+from ssd.specs import Device, ForwardLatency, Hardware, Models, Profile, Texts
 
 PAIR = Models(target="target", draft="draft")
 TOKENS = (1, 2, 4, 8, 9, 16, 32)
@@ -59,13 +59,16 @@ def synthetic(
     return Profile(
         hardware=hardware.name,
         models=models,
-        prompt_set="code",
+        texts=(
+            Texts(prompt_set="code", traces=traces, draft_acceptance_rate=alpha, acceptance_source="measured", ngram_accepted=looked_up),
+        ),
         forwards=tuple(forwards),
         prefill_seconds_per_token=1e-3,
-        traces=traces,
-        draft_acceptance_rate=alpha,
-        acceptance_source="measured",
-        ngram_accepted=looked_up,
         link_seconds=link,
         overhead_seconds=overhead,
     )
+
+
+def with_texts(profile: Profile, **changes) -> Profile:
+    """The profile of one load with other fields in its texts."""
+    return profile.model_copy(update={"texts": (profile.texts[0].model_copy(update=changes),)})

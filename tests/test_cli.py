@@ -13,7 +13,7 @@ import pytest
 from ssd.asked import Asked
 from ssd.cli import run
 from ssd.options import Axes, plans_to_run
-from ssd.specs import Plan, Prediction, Profile
+from ssd.specs import Plan, Prediction, Profile, Texts
 from tests import handmade
 from tests.plans import heed_interrupts
 
@@ -188,11 +188,9 @@ def test_bench_measures_this_machine_once_for_the_heaviest_point(common, saved, 
     profile = Profile(
         hardware="two cores",
         models=plan.models,
-        prompt_set="code",
+        texts=(Texts(prompt_set="code", draft_acceptance_rate=0.8, acceptance_source="measured"),),
         forwards=(),
         prefill_seconds_per_token=0.1,
-        draft_acceptance_rate=0.8,
-        acceptance_source="measured",
         link_seconds=0.0,
         overhead_seconds=0.0,
     )
@@ -293,6 +291,8 @@ def test_plan_asks_the_planner_with_what_was_typed(common, monkeypatch, capsys, 
         (["generate", "x", "--budget", "4"], "a configuration typed by hand needs --mode sd or ssd"),
         (["generate", "x", "--target", "t", "--mode", "sd", "--k", "1", "--objective", "cost"], "--objective guides the planner"),
         (["generate", "x", "--target", "t", "--mode", "sd", "--k", "1"], "models.draft is missing"),
+        (["profile", "--temperature", "0,hot"], "--temperature='0,hot': write numbers of 0 or more with commas, each once, such as 0,1"),
+        (["profile", "--prompt-set", "code,prose"], "prompt_set='prose': input should be 'code', 'chat' or 'library'"),
         (["profile", "--draft", "a", "--draft", "b"], "--draft is given 2 times: only the planner chooses among drafts"),
         (["validate", "--draft", "a", "--draft", "b"], "--draft is given 2 times: only the planner chooses among drafts"),
         (
@@ -381,18 +381,19 @@ def test_profile_writes_what_planning_reads(common, tmp_path, monkeypatch, capsy
     found = Profile(
         hardware="two cores",
         models=Models(target="t"),
-        prompt_set="code",
+        texts=(Texts(prompt_set="code", draft_acceptance_rate=0.8, acceptance_source="measured"),),
         forwards=(),
         prefill_seconds_per_token=0.1,
-        draft_acceptance_rate=0.8,
-        acceptance_source="measured",
         link_seconds=0.0,
         overhead_seconds=0.0,
     )
-    monkeypatch.setattr("ssd.profiler.profile", lambda *_, **__: found)
+    asked = {}
+    monkeypatch.setattr("ssd.profiler.profile", lambda *_, **options: asked.update(options) or found)
     path = tmp_path / "profile.json"
-    assert run(["profile", *common, "--save", str(path)]) == 0
-    assert "acceptance 80% (measured)" in capsys.readouterr().out
+    assert run(["profile", *common, "--save", str(path), "--temperature", "0,0.7", "--prompt-set", "chat,code"]) == 0
+    assert (asked["temperatures"], asked["prompt_sets"]) == ((0, 0.7), ("chat", "code"))
+    assert found.explain() in (told := capsys.readouterr().out)
+    assert "code prompts at temperature 0: acceptance 80% (measured)" in told
     assert Profile.load(path) == found
     assert run(["profile", *common]) == 0
     assert Profile.model_validate_json(capsys.readouterr().out) == found

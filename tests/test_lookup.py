@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from ssd.engine.ngram import Lookup
 from ssd.lookup import NOTHING, Recorded, accepted_lengths, recorded
 from ssd.outcomes import Traced
-from ssd.specs import Profile
-from tests.profiles import cores, lookups, synthetic, texts
+from tests.profiles import cores, lookups, synthetic, texts, with_texts
 
 
 class Says:
@@ -87,5 +86,4 @@ def test_texts_too_short_are_refused_by_rounds_and_left_out_of_a_profile():
     profile = synthetic(cores(2), traces=((1,), ()), looked_up=((0,), ()))
     assert recorded(profile) is None
     assert recorded(synthetic(cores(2))) is None
-    longer = Profile.model_validate({**profile.model_dump(), "traces": ((1, 1), ()), "ngram_accepted": ((0, 3), ())})
-    assert recorded(longer) == Recorded(((1, 1),), ((0, 3),))
+    assert recorded(with_texts(profile, traces=((1, 1), ()), ngram_accepted=((0, 3), ()))) == Recorded(((1, 1),), ((0, 3),))

@@ -12,7 +12,7 @@ import ssd
 from benchmarks import datasheet
 from ssd.planner import MAX_ALTERNATIVES
 from ssd.specs import Hardware
-from tests.profiles import PAIR, cores, synthetic, texts
+from tests.profiles import PAIR, cores, synthetic, texts, with_texts
 
 pytestmark = pytest.mark.usefixtures("_few_simulations")
 TWO = cores(2)
@@ -321,7 +321,6 @@ def test_cost_without_a_price_is_refused():
         ("hardware", {"hardware": "another"}),
         ("models.target", {"models": ssd.Models(target="another", draft="draft")}),
         ("models.draft", {"models": ssd.Models(target="target", draft="another")}),
-        ("workload.prompt_set", {"prompt_set": "chat"}),
     ],
 )
 def test_a_profile_of_something_else_is_refused(option, change):
@@ -329,7 +328,7 @@ def test_a_profile_of_something_else_is_refused(option, change):
 
 
 def test_a_profile_of_given_prompts_fits_every_workload():
-    assert ssd.plan(TWO, PAIR, profile=synthetic(TWO).model_copy(update={"prompt_set": "given"})).predicted is not None
+    assert ssd.plan(TWO, PAIR, profile=with_texts(synthetic(TWO), prompt_set="given")).predicted is not None
 
 
 def test_a_mode_without_a_table_is_refused():
@@ -437,7 +436,7 @@ def test_where_confidence_is_calibrated_outcomes_are_chosen_anew_each_round_unle
     counts = (5.0,) * 18
     calibration = (ssd.specs.Calibrated(kind="greedy sent", trials=counts, successes=counts),)
     quick, slow = (
-        ssd.plan(TWO, PAIR, LONG, profile=found.model_copy(update={"calibration": calibration}), mode="ssd")
+        ssd.plan(TWO, PAIR, LONG, profile=with_texts(found, calibration=calibration), mode="ssd")
         for found in (synthetic(TWO, traces=texts(0.8), verify=verify, step=verify / 10) for verify in (19e-3, 20e-3))
     )
     assert (quick.budget, sum(quick.fan_out_hit) > 0) == (0, True)

@@ -82,7 +82,7 @@ def test_a_target_is_not_split_where_that_is_slower():
 
 def test_everything_assumed_is_said():
     profile = roofline_profile(H100, LLAMA, LOAD)
-    assert profile.acceptance_source == "assumed"
+    assert [its.acceptance_source for its in profile.texts] == ["assumed"]
     assert {table.source for table in profile.forwards} == {"roofline"}
     words = "\n".join(profile.notes)
     for part in ("81%", "50 us a layer", "8 us over NVLink", "acceptance: 0.903", "0.28 F^-0.54", "0.57 F^-0.47", "config.json"):

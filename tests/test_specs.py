@@ -21,6 +21,7 @@ from ssd.specs import (
     Profile,
     SamplingParams,
     Spec,
+    Texts,
     Workload,
     check_fan_out,
 )
@@ -48,12 +49,9 @@ def examples() -> list[Spec]:
     profile = Profile(
         hardware="x",
         models=Models(target="a", draft="b"),
-        prompt_set="code",
+        texts=(Texts(prompt_set="code", traces=((1, 2, 1),), draft_acceptance_rate=0.8, acceptance_source="measured"),),
         forwards=(table,),
         prefill_seconds_per_token=0.01,
-        traces=((1, 2, 1),),
-        draft_acceptance_rate=0.8,
-        acceptance_source="measured",
         link_seconds=0.0,
         overhead_seconds=0.001,
     )

@@ -487,7 +487,7 @@ def sizes_for(plan: Configuration, rows: int, max_model_len: int) -> tuple[Size,
 
 def setup_for(plan: Configuration) -> Setup:
     """Return what the draft is told of a configuration, and of a plan's profile what its confidence has been worth."""
-    known = plan.profile.calibration if isinstance(plan, Plan) and plan.profile is not None else ()
+    known = plan.profile.texts[0].calibration if isinstance(plan, Plan) and plan.profile is not None else ()
     return Setup(
         num_speculative_tokens=plan.num_speculative_tokens,
         fan_out_hit=plan.fan_out_hit,

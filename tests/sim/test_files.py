@@ -40,7 +40,8 @@ def test_tables_are_a_number_or_points_or_points_by_context():
 
 
 def test_every_law_of_outcomes_can_be_written_down(tmp_path):
-    (tmp_path / "profile.json").write_text(json.dumps({"traces": [[1, 2], [1, 1]]}))
+    (tmp_path / "profile.json").write_text(json.dumps({"texts": [{"traces": [[1, 2], [1, 1]]}]}))
+    (tmp_path / "older.json").write_text(json.dumps({"traces": [[1, 2], [1, 1]]}))
     (tmp_path / "rounds.json").write_text("[[0, 3], [2, 1]]")
     curve = tuple(PowerLaw(r=0.5, c=0.3).curve(128).tolist())
     for written, law in (
@@ -50,8 +51,15 @@ def test_every_law_of_outcomes_can_be_written_down(tmp_path):
         ({"replay": {"rounds": [[0, 3], [2, 1]], "lookahead": 2}}, Replay(((0, 3), (2, 1)), 2)),
         ({"replay": {"file": "rounds.json", "lookahead": 2, "block": 4}}, Replay(((0, 3), (2, 1)), 2, 4)),
         ({"trace": {"file": "profile.json"}}, Trace(((1, 2), (1, 1)))),
+        ({"trace": {"file": "older.json"}}, Trace(((1, 2), (1, 1)))),
     ):
         assert scenario_of({**AR, "outcomes": written}, tmp_path).outcomes == law
+
+
+def test_a_profile_of_several_loads_is_no_trace_of_one(tmp_path):
+    (tmp_path / "profile.json").write_text(json.dumps({"texts": [{"traces": [[1, 2]]}, {"traces": [[1, 1]]}]}))
+    with pytest.raises(ValueError, match=r"outcomes.trace.file='profile.json' is a profile of 2 loads: profile one prompt set at one"):
+        scenario_of({**AR, "outcomes": {"trace": {"file": "profile.json"}}}, tmp_path)
 
 
 def test_a_trace_of_requests_is_a_list_or_a_file(tmp_path):
