@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ssd
-from ssd import profiler
+from ssd import forwards
 from ssd.cli import run
 from ssd.engine import shares
 from ssd.models import ARCHITECTURES
@@ -158,7 +158,7 @@ def blow(folder: Path, name: str) -> None:
 
 def command(folder: Path, *words: str) -> None:
     """Do what the command line does, after short profiles, in every process alike."""
-    profiler.LEAST_SECONDS = 0.01
+    forwards.LEAST_SECONDS = 0.01
     sys.exit(run(words))
 
 
