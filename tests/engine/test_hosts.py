@@ -477,7 +477,7 @@ def test_a_draft_that_cannot_load_there_is_an_error_with_its_reason(plan_for, tm
 def test_the_command_line_has_its_draft_on_another_host(plan_for, expected, tmp_path, capsys, command):
     path = tmp_path / "plan.json"
     plan_for().save(path)
-    words = {"generate": [PROMPT, "--json"], "bench": ["--num-prompts", "1", "--warmup", "0", "--json"]}[command]
+    words = {"generate": [PROMPT, "--json"], "bench": ["--num-prompts", "1", "--prompt-tokens", "16", "--warmup", "0", "--json"]}[command]
     with another_host() as host:
         address = Address(host.here, free_port(host.here))
         with worker(host, address, tmp_path / "log"):
