@@ -19,7 +19,7 @@ from ssd.prediction import Played, play, reckon
 from ssd.roofline import Forward, roofline_profile
 from ssd.search import Search
 from ssd.shapes import shape
-from ssd.specs import Configuration, Hardware, Profile, Workload
+from ssd.specs import Configuration, Hardware, Texts, Workload
 from tests.profiles import PAIR, cores, lookups, synthetic, texts
 from theory.acceptance import accepted_length_law, expected_tokens
 from theory.batch import batched_seconds_per_token, per_row_seconds_per_token
@@ -43,6 +43,10 @@ def speed(configuration) -> float:
 
 def best(plan, mode):
     return max((c for c in (plan, *plan.alternatives) if c.mode == mode and len(c.placement.target) == 1), key=speed)
+
+
+def best_with(plan, backup):
+    return max(speed(c) for c in (plan, *plan.alternatives) if c.backup == backup and c.mode == "ssd")
 
 
 # Laws, where nothing but hits is left to chance
@@ -185,7 +189,8 @@ def test_one_request_and_small_batches_are_simulated_and_large_ones_reckoned_by_
 @pytest.mark.parametrize("backup", ["jit", "none"])
 @pytest.mark.parametrize("output_tokens", [16, 64, 256])
 def test_what_is_reckoned_for_one_request_is_near_what_is_simulated_for_short_outputs_too(backup, output_tokens):
-    profile = synthetic(TWO, traces=texts(0.7, length=500), link=0.1e-3, overhead=0.5e-3)
+    # Every request begins at the beginning of a text: many of them, so that beginnings are as any other place.
+    profile = synthetic(TWO, traces=texts(0.7, count=300, length=60), link=0.1e-3, overhead=0.5e-3)
     outcomes, load = outcome_model(profile), Workload(output_tokens=output_tokens)
     search = Search(outcomes)
     its = next(its for mode, its in _paces(profile, TWO, PAIR) if mode == "ssd")
@@ -207,7 +212,9 @@ def test_where_misses_are_frequent_a_large_batch_takes_the_fast_backup_and_one_r
 def test_the_backup_of_a_plan_is_on_its_side_of_the_critical_batch_size(size):
     plan = planned(size, "ssd", alpha=0.9, verify_more=0.0, step=0.4e-3, step_more=0.0)
     critical = plan.predicted.critical_batch_size
-    assert plan.backup == ("jit" if critical is None or size < critical else "none")
+    side = "jit" if critical is None or size < critical else "none"
+    # Theory says where the two meet; there the simulator may find the other a little ahead.
+    assert plan.backup == side or (size == critical and best_with(plan, side) > 0.97 * speed(plan))
 
 
 def test_a_round_of_a_batch_is_told_in_seconds():
@@ -332,9 +339,9 @@ def test_a_batch_size_out_of_range_is_refused(size):
 
 
 def test_lookups_of_other_texts_than_the_traces_are_refused():
-    fields = synthetic(TWO, traces=((1, 2), (1, 1, 3))).model_dump()
+    fields = synthetic(TWO, traces=((1, 2), (1, 1, 3))).texts[0].model_dump()
     for wrong in (((0, 0),), ((0, 0), (0, 0)), ((0, 0), (0, 0, 0), (0,))):
         with pytest.raises(ValueError, match=r"ngram_accepted has texts of \[.*\] tokens, traces of \[2, 3\]: give one entry for each, or"):
-            Profile.model_validate({**fields, "ngram_accepted": wrong})
+            Texts.model_validate({**fields, "ngram_accepted": wrong})
     with pytest.raises(ValueError, match="ngram_accepted"):
-        Profile.model_validate({**fields, "ngram_accepted": ((0, -2), (0, 0, 0))})
+        Texts.model_validate({**fields, "ngram_accepted": ((0, -2), (0, 0, 0))})

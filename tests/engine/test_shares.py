@@ -182,7 +182,7 @@ def test_the_command_line_profiles_plans_and_decodes_with_a_target_in_two_shares
     plan = Plan.load(saved)
     ids = tuple(f"cpu:{core}" for core in range(cores))
     assert {table.devices for table in plan.profile.forwards if table.model == "target"} == {ids[:2], ids}
-    assert plan.profile.draft_acceptance_rate > 0
+    assert plan.profile.texts[0].draft_acceptance_rate > 0
     alone = hand_typed(EMBEDDED_TARGET, None, mode="ar", num_speculative_tokens=0, **NO_CACHE, placement=Placement(target=CORES[:1]))
     with ssd.Engine.from_plan(alone) as engine:
         text = engine.generate(PROMPT, SamplingParams(max_tokens=16))[0].text
