@@ -84,8 +84,12 @@ def measured(engine: Engine, repeats: int) -> dict[str, tuple[float, float | Non
 def predicted(known: Profile, place: Placement, link_seconds: float) -> dict[str, float]:
     """Tokens a second of each mode, by the simulator, with a link that takes so much longer than the profile's as it does."""
     found, there = {}, known.model_copy(update={"link_seconds": max(known.link_seconds, link_seconds)})
+    shared = known.round_cost("sd", Placement(target=place.target, draft=place.target))
+    if shared is not None:
+        # Rounds of SD are watched where both models share a core; apart they do the same beyond their forwards.
+        there = there.model_copy(update={"rounds": (*there.rounds, shared.model_copy(update={"placement": place}))})
     for mode, configuration in ways(place).items():
-        speed = pace(there, place, configuration.mode)
+        speed = pace(there, configuration.placement, configuration.mode)
         assert speed is not None, "the profile has these cores"
         load = Workload(output_tokens=TOKENS, prompt_tokens=64)
         found[mode] = play(configuration, speed, outcome_model(known).simulated(), load).tokens_per_second
