@@ -229,10 +229,9 @@ def test_a_draft_lost_under_load_loses_no_request_and_comes_back(tiny_pair, expe
             time.sleep(0.1)
             os.kill(pid, number)
             assert [one.result()[0].token_ids for one in asked] == [expected[i % 4] for i in range(12)]
-            # A stopped draft that nobody waits for is noticed with the next request.
-            assert wait_for(lambda: engine.generate("x", PARAMS[0]) and engine.health().restarts == 1, 60)
+            # A stopped draft that nobody waits for is noticed with the next request; a machine that stands still may lose another one.
+            assert wait_for(lambda: engine.generate("x", PARAMS[0]) and engine.health().restarts and engine.health().draft == "ok", 60)
             assert not alive(pid)
-            assert engine.health().draft == "ok"
         before = engine.metrics().num_cache_hits
         engine.generate(PROMPTS, PARAMS)
         assert engine.metrics().num_cache_hits > before, "the draft that came back drafts nothing"
