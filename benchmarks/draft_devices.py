@@ -102,7 +102,7 @@ def main() -> None:
     with Engine.from_plan(Plan.of(max(ways, key=lambda one: one.placement.draft_workers), hardware=hardware, models=models)) as engine:
         texts = prompts(asked.prompt_set, asked.num_prompts, engine.pair.tokenizer)
         found = [measured(engine, configuration, texts, asked.output_tokens, asked.pause) for configuration in ways]
-    known: Profile = profile(hardware, models, load, prompts=texts, ignore_eos=True, watch_rounds=False)
+    known: Profile = profile(hardware, models, load, prompts=texts, ignore_eos=True, brief=True)
     model, its = outcome_model(known), pace(known, placed(1), "ssd")
     assert its is not None, "the profile has these cores"
     print("| draft workers | outcomes cached | rounds | hit rate | by theory | by the power law | simulated | simulated speed |")
