@@ -230,14 +230,9 @@ class Draft:
 
     def _fan_outs(self, turn: Turn, proposals: Sequence[Proposal], context: int) -> FanOuts:
         """Of the rows whose drafts are verified, and of prompts that end: a round with an empty draft; as many as memory has room for."""
-        if self.scenario.budget:
-            rows = rows_of(turn, proposals)
-            found = dict(zip(rows, self._chosen(tuple(rows.values())), strict=True))
-        else:
-            found = {outcome.request: self._fan_out(proposal) for outcome, proposal in zip(turn.outcomes, proposals, strict=True)}
-            for piece in turn.pieces:
-                if piece.last:
-                    found[piece.request] = self._fan_out(Proposal())
+        rows = rows_of(turn, proposals)
+        lists = self._chosen(tuple(rows.values())) if self.scenario.budget else map(self._fan_out, rows.values())
+        found = dict(zip(rows, lists, strict=True))
         if self.scenario.draft_slots is None:
             return found
         room = max(0, self.scenario.draft_slots - context) // self.K

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from pydantic import ValidationError
 
 from ssd.asked import TYPED, Asked
-from ssd.devices import are_cores
+from ssd.devices import are_cores, is_core
 from ssd.placements import placements
 from ssd.specs import Configuration, Hardware, Mode, Models, Objective, Placement, Plan, Profile, Spec, Workload
 
@@ -239,7 +239,7 @@ def _several(apart: Placement, hardware: Hardware, workers: int) -> Placement:
         return Placement(target=apart.target, draft=apart.draft, draft_workers=workers)
     # The target takes what is left, but for accelerators here, of which it has as many as there are processes.
     takes_all = are_cores(ids) or not hardware.is_local
-    free = tuple(name for name in ids[1 if takes_all else len(apart.target) :] if are_cores((name,)) == are_cores(ids))
+    free = tuple(name for name in ids[1 if takes_all else len(apart.target) :] if is_core(name) == are_cores(ids))
     if not 1 <= workers <= len(free):
         raise ValueError(
             f"--draft-workers={workers} needs as many devices beside the target's, but {hardware.name!r} has {len(free)}: give fewer"

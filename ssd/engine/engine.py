@@ -219,7 +219,7 @@ class Engine:
             raise ValueError(
                 f"mode={plan.mode!r}: this engine was started in mode 'ar', without a draft; start it from an 'sd' or 'ssd' plan"
             )
-        for old, new in zip(self._draft_on if self._started else (), plan.placement.workers, strict=False):
+        for old, new in zip(self._draft_on, plan.placement.workers, strict=False):
             if host(old) != host(new):
                 raise ValueError(f"placement.draft={new}: a loaded model does not move to another host; start another engine")
         self._check_configuration(plan, self.pair)
@@ -228,7 +228,7 @@ class Engine:
     def _move(self, plan: Plan) -> None:
         """Load again what another device is to hold; between CPU cores models need not move."""
         workers = plan.placement.workers if plan.mode != "ar" else ()
-        moved = any(torch_device(new) != torch_device(old) for new, old in zip(workers, self._draft_on, strict=False)) if workers else False
+        moved = any(torch_device(new) != torch_device(old) for new, old in zip(workers, self._draft_on, strict=False))
         if moved or len(workers) > len(self._started):
             for peer in self._started:
                 peer.close(Shutdown())
