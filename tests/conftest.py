@@ -21,6 +21,16 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _cores_are_given_back():
+    """A test that left this process on fewer cores would have those after it skipped, or crowded."""
+    from ssd.devices import available_cores
+
+    before = available_cores()
+    yield
+    assert available_cores() == before
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _short_profiles():
     """A real profile averages over seconds for the sake of its numbers, which no test reads; programs that tests start do."""

@@ -100,9 +100,11 @@ def test_an_accelerator_becomes_the_current_one_of_the_thread_that_uses_it(accel
     accelerators(4)
     current = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
-    devices.pin(("xpu:2", "xpu:3"), rank=1)
-    devices.pin(core_ids()[:1])
-    devices.pin(core_ids())
+    everything = core_ids()
+    with devices.pinned(everything):
+        devices.pin(("xpu:2", "xpu:3"), rank=1)
+        devices.pin(everything[:1])
+        devices.pin(everything)
     assert current == [3]
 
 

@@ -144,6 +144,8 @@ def blow(folder: Path, name: str) -> None:
         chunks = engine.stream(PROMPTS[0], SamplingParams(max_tokens=80, ignore_eos=True))
         next(chunks)
         other = int((folder / "pid").read_text())
+        # torchrun ends this process when it sees the other gone, be that before this one does: not until what is said is written.
+        default = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(other, getattr(signal, name))
         begin = monotonic()
         try:
@@ -153,6 +155,7 @@ def blow(folder: Path, name: str) -> None:
             processes = [os.getpid(), other, engine.peer.process.pid]
             told = {"said": str(error), "seconds": monotonic() - begin, "failed": engine.health().failed, "processes": processes}
             (folder / "out.json").write_text(json.dumps(told))
+            signal.signal(signal.SIGTERM, default)
             raise
 
 
