@@ -14,6 +14,10 @@ WEIGHT = 0.2
 MEMORY = 0.98
 # Measurements before a line through them is believed.
 ENOUGH = 6
+# What takes so many times as long as it mostly does stood still: its process was put to sleep, or something was made ready for the first time.
+STILL = 4
+# A step that was found not worth its time is tried anew once verifications alone have taken so many steps' time.
+PATIENCE = 100
 # Tokens accepted and tried that are taken for granted at first.
 PRIOR = (3.0, 4.0)
 
@@ -31,6 +35,8 @@ class Tempo:
         self._count = 0
         self._accepted, self._tried = PRIOR
         self._sent: float | None = None
+        # Seconds of verifications since a step was measured.
+        self._unmeasured = 0.0
 
     def sent(self) -> None:
         """Note that drafts have left: the target is at work."""
@@ -42,7 +48,9 @@ class Tempo:
             seconds, self._sent = self._clock() - self._sent, None
             # One long wait, for a prompt to be fed or a process to wake up, is not how long a verification takes.
             before = seconds if self.verification is None else self.verification
-            self.verification = before + WEIGHT * (min(seconds, 4 * before) - before)
+            seconds = min(seconds, STILL * before)
+            self.verification = before + WEIGHT * (seconds - before)
+            self._unmeasured += seconds
 
     def left(self) -> float | None:
         """Return the seconds until outcomes are due; None while nothing is known of them."""
@@ -51,7 +59,14 @@ class Tempo:
         return self.verification - (self._clock() - self._sent)
 
     def stepped(self, tokens: int, seconds: float) -> None:
-        """Note a draft step."""
+        """Note a draft step. One that stood still is no slow step; and no step is quicker than it can be: one that is shows what stood still."""
+        n, x, _, y, _ = self._steps
+        if y:
+            # What lines through the mean say of so many tokens, from one that is flat to one through the origin.
+            least, most = sorted((y / n, y / x * tokens))
+            seconds = min(seconds, STILL * most)
+            self._steps[3:] *= min(1.0, STILL * seconds / least)
+        self._unmeasured = 0.0
         self._steps = MEMORY * self._steps + np.array([1.0, tokens, tokens**2, seconds, tokens * seconds])
         self._count += 1
 
@@ -81,14 +96,14 @@ class Tempo:
         """Whether one more token for each row that is short speeds the round up: expected tokens over seconds, with it and without.
 
         drafted: draft tokens of every row so far, short: of those that are short; tokens: what the step feeds. It hangs on what is settled:
-        lengths of drafts, and seconds and acceptance of rounds gone by.
+        lengths of drafts, and seconds and acceptance of rounds gone by. Where no step is measured any more, one is tried now and then.
         """
         step, a = self.step(tokens), self.acceptance
         if step is None or self.verification is None:
             return True
         expected = float(expected_tokens(a, list(drafted)).sum())
         more = sum(a ** (count + 1) for count in short)
-        return more * self.verification > expected * float(step)
+        return more * self.verification > expected * float(step) or self._unmeasured > PATIENCE * float(step)
 
     def rest(self) -> None:
         """Note that nothing is under way: what comes next is no outcome that was waited for."""

@@ -15,6 +15,7 @@ from time import monotonic, sleep
 
 from ssd.engine.link import AWAKE_SECONDS, BackUp, Draft, Outcomes, Sent, Setup
 from ssd.engine.peer import DraftPeer
+from ssd.engine.transport import PARTS
 
 # Between two looks at who has answered, once the first moments are over.
 NAP_SECONDS = 1e-4
@@ -76,13 +77,14 @@ class DraftGroup:
 
     def _next(self, waiting: Sequence[DraftPeer]) -> DraftPeer:
         """Return the first to answer. Of several that are all silent past the deadline all are lost; one alone is waited for asleep."""
-        begin = monotonic()
+        deadline, past, before = waiting[0].deadline, 0.0, monotonic()
         while len(waiting) > 1:
             for peer in waiting:
                 if peer.answers:
                     return peer
-            past = monotonic() - begin
-            if past > waiting[0].deadline:
+            now = monotonic()
+            past, before = past + min(now - before, deadline / PARTS), now
+            if past > deadline:
                 for peer in waiting:
                     peer.lose(f"no message within {peer.deadline:g} s")
             sleep(NAP_SECONDS if past > AWAKE_SECONDS else 0)

@@ -193,6 +193,28 @@ def test_a_peer_that_stops_within_a_message_is_given_up():
         link.receive(deadline=5)
 
 
+def test_what_a_process_stands_still_itself_is_not_held_against_its_peer():
+    """As where the whole machine does: the time is over when it goes on, and the peer had none of it."""
+    ours, theirs = Pipe()
+    transport = LocalTransport(ours)
+    poll = transport._poll.poll
+    stood_still = iter([True])
+
+    class Poll:
+        def poll(self, milliseconds):
+            if next(stood_still, False):
+                theirs.send_bytes(b"now")
+                return []
+            return poll(milliseconds)
+
+    transport._poll = Poll()
+    assert transport.receive(60.0) == b"now"
+    begin = time.monotonic()
+    with pytest.raises(LinkError, match=r"no message within 0\.2 s"):
+        transport.receive(0.2)
+    assert time.monotonic() - begin > 0.19
+
+
 SCRIPT = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])

@@ -118,6 +118,53 @@ def test_a_step_of_more_tokens_is_never_said_to_be_quicker_nor_any_to_take_no_ti
     assert (said > 0).all()
 
 
+def told(tempo: Tempo) -> float:
+    return float(tempo.step(1))
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.floats(0.1, 1e4), st.integers(1, 8))
+def test_a_step_that_stood_still_is_no_slow_step_wherever_it_comes(before, after, seconds, tokens):
+    """At first too, where a process makes ready what it needs: nothing is quicker than it can be."""
+    tempo = Tempo()
+    for spent in (*[1e-3] * before, seconds, *[1e-3] * max(after, 6 - before)):
+        tempo.stepped(tokens, spent)
+    assert 1e-3 * 0.999 <= told(tempo) < 4e-3
+
+
+def test_steps_that_have_become_slow_for_good_are_believed_soon_and_quick_ones_at_once():
+    tempo = Tempo()
+    for seconds, count, least, most in ((1e-3, 50, 0.9e-3, 1.1e-3), (20e-3, 200, 15e-3, 21e-3), (1e-3, 1, 0.9e-3, 5e-3)):
+        for _ in range(count):
+            tempo.stepped(2, seconds)
+        assert least < told(tempo) < most
+
+
+def rounds(tempo: Tempo, clock: list[float], verification: float, count: int) -> int:
+    """Play rounds in which no step is measured but those that are tried, of a millisecond; return how many are."""
+    tried = 0
+    for _ in range(count):
+        if tempo.worthwhile([0], [0], 1):
+            tempo.stepped(1, 1e-3)
+            tried += 1
+        tempo.sent()
+        clock[0] += verification
+        tempo.heard()
+        tempo.verified(1, 1)
+    return tried
+
+
+def test_what_was_once_too_slow_is_tried_again_and_what_is_too_slow_is_tried_rarely():
+    clock = [0.0]
+    tempo = Tempo(lambda: clock[0])
+    for _ in range(6):
+        tempo.stepped(1, 0.1)
+    rounds(tempo, clock, 2e-3, 30_000)
+    assert rounds(tempo, clock, 2e-3, 100) == 100
+    # Now a verification takes a tenth of a step, and what is tried in vain a hundredth of the time.
+    rounds(tempo, clock, 1e-4, 1000)
+    assert 0 < rounds(tempo, clock, 1e-4, 20_000) * 1e-3 < 20_000 * 1e-4 / 95
+
+
 def test_a_verification_is_what_it_mostly_was_and_one_long_wait_is_no_verification():
     now = 0.0
     tempo = Tempo(lambda: now)

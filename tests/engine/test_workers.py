@@ -328,6 +328,23 @@ def test_workers_that_are_silent_past_the_deadline_are_lost_together():
     assert [peer.lost for peer in group.peers] == ["no message within 0.2 s", None, "no message within 0.2 s"]
 
 
+def test_what_the_engine_stands_still_itself_is_not_held_against_its_workers(monkeypatch):
+    group, fars = group_of(2, deadline=60.0)
+    group.report(OUTCOMES)
+    clock = iter([0.0, 1000.0])
+
+    def stands_still():
+        now = next(clock, 1001.0)
+        if now == 1000.0:
+            for far in fars:
+                far.send(Drafts(3, (A, B)))
+        return now
+
+    monkeypatch.setattr("ssd.engine.group.monotonic", stands_still)
+    assert group.drafts() == {"a": A, "b": B}
+    assert all(peer.lost is None for peer in group.peers)
+
+
 def test_what_a_stopped_request_left_is_not_sent_on_and_nobody_waits_for_it():
     group, fars = group_of(2)
     group.report(OUTCOMES)
