@@ -26,6 +26,7 @@ from ssd.engine import shares
 from ssd.models import ARCHITECTURES
 from ssd.specs import Configuration, Device, Hardware, Models, Placement, Plan, SamplingParams
 from tests.engine.inprocess import differs
+from tests.engine.patience import patient
 from tests.strategies import several
 from tests.tiny import EXTRA, GROUPED, make_pair, tokenizer, vary
 
@@ -129,6 +130,8 @@ def modes(folder: Path) -> None:
             texts, hits = [], 0
             for configuration in listed:
                 engine.configure(configuration)
+                if configuration.mode == "ssd":
+                    patient(engine)
                 outputs = [output for each in params for output in engine.generate(PROMPTS, each)]
                 texts.append([output.token_ids for output in outputs])
                 hits += sum(output.metrics.num_cache_hits for output in outputs)

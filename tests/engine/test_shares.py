@@ -138,8 +138,7 @@ def test_every_mode_says_with_a_target_in_two_shares_what_it_says_in_one(tmp_pat
     shares, alone = found["shares"], found["alone"]
     assert shares["texts"] == alone["texts"]
     assert len({json.dumps(texts) for texts in shares["texts"]}) == 1
-    # On a busy machine either may have had no time to draft ahead.
-    assert shares["hits"] + alone["hits"] > 0
+    assert min(shares["hits"], alone["hits"]) > 0
     assert shares["draft"] == alone["draft"] == "none"
     # Of two key-value heads each process keeps the slots of one.
     assert shares["heads"] == [1]
