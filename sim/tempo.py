@@ -14,7 +14,7 @@ WEIGHT = 0.2
 MEMORY = 0.98
 # Measurements before a line through them is believed.
 ENOUGH = 6
-# What takes so many times as long as it mostly does stood still: its process was put to sleep, or something was made ready for the first time.
+# What takes so many times as long as it mostly does stood still: its process was put to sleep, or something was made ready at first.
 STILL = 4
 # A step that was found not worth its time is tried anew once verifications alone have taken so many steps' time.
 PATIENCE = 100
@@ -59,7 +59,7 @@ class Tempo:
         return self.verification - (self._clock() - self._sent)
 
     def stepped(self, tokens: int, seconds: float) -> None:
-        """Note a draft step. One that stood still is no slow step; and no step is quicker than it can be: one that is shows what stood still."""
+        """Note a draft step. One that stood still is no slow step, and as none is quicker than it can be, a quick one shows which did."""
         n, x, _, y, _ = self._steps
         if y:
             # What lines through the mean say of so many tokens, from one that is flat to one through the origin.

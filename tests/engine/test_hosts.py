@@ -27,6 +27,7 @@ from ssd.engine.gloo import ROOM
 from ssd.engine.link import MESSAGES, Failed, LinkError, Ping, Ready
 from ssd.specs import Configuration, Device, Models, Placement, Plan, SamplingParams
 from tests.engine.inprocess import reference
+from tests.engine.patience import patient
 from tests.engine.test_processes import wait_for
 from tests.hosts import another_host, why_not
 from tests.plans import CORES
@@ -68,7 +69,7 @@ def linked(name="far", known=b"a secret", known_there=b"a secret"):
     thread = threading.Thread(target=come)
     thread.start()
     try:
-        ends.append(meeting.await_draft("far", 1.0))
+        ends.append(meeting.await_draft("far", 60.0))
         thread.join()
         ends += there
         yield ends
@@ -98,17 +99,17 @@ def test_messages_of_any_size_cross_in_order_and_are_counted(monkeypatch):
 
 
 def patiently(peek):
-    """Peek until something is there, a few seconds at most."""
-    end = time.monotonic() + 5
+    """Peek until something is there, a minute at most."""
+    end = time.monotonic() + 60
     while peek() is None and time.monotonic() < end:
         time.sleep(0.01)
 
 
 def test_an_idle_link_stays_and_says_nothing(monkeypatch):
     monkeypatch.setattr("ssd.engine.gloo.PULSE_SECONDS", 0.05)
-    monkeypatch.setattr("ssd.engine.gloo.SILENCE_SECONDS", 0.4)
+    monkeypatch.setattr("ssd.engine.gloo.SILENCE_SECONDS", 2.0)
     with linked() as (near, far):
-        end = time.monotonic() + 1.0
+        end = time.monotonic() + 3.0
         while time.monotonic() < end:
             assert far.peek() is None
             time.sleep(0.01)
@@ -123,7 +124,7 @@ def test_a_peer_that_falls_silent_is_a_link_error_for_who_waits_and_for_who_peek
         begin = time.monotonic()
         with pytest.raises(LinkError, match=r"no message within 0\.3 s"):
             near.receive()
-        assert 0.2 < time.monotonic() - begin < 3
+        assert 0.2 < time.monotonic() - begin < 8
         with pytest.raises(LinkError):
             patiently(far.peek)
 
@@ -133,7 +134,7 @@ def test_a_deadline_is_kept_and_ends_the_link():
         begin = time.monotonic()
         with pytest.raises(LinkError, match=r"no message within 0\.2 s"):
             near.receive(0.2)
-        assert 0.1 < time.monotonic() - begin < 3
+        assert 0.1 < time.monotonic() - begin < 8
         with pytest.raises(LinkError, match="the peer is gone"):
             far.receive(5)
         with pytest.raises(LinkError):
@@ -146,8 +147,8 @@ def test_a_closed_end_is_a_link_error_at_the_other_at_once(side):
         ends[side].close()
         begin = time.monotonic()
         with pytest.raises(LinkError, match="the peer is gone"):
-            ends[1 - side].receive(10)
-        assert time.monotonic() - begin < 5
+            ends[1 - side].receive(60)
+        assert time.monotonic() - begin < 30
         with pytest.raises(LinkError, match="closed"):
             ends[side].receive(1)
 
@@ -239,7 +240,7 @@ def test_a_peer_that_stops_in_the_midst_of_a_message_is_given_up_when_told():
         begin = time.monotonic()
         with pytest.raises(LinkError, match=r"no message within 0\.3 s"):
             near.receive(60)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30
 
 
 def test_a_draft_of_another_name_is_not_taken_and_the_error_says_what_to_start():
@@ -386,7 +387,6 @@ def test_all_modes_give_the_same_tokens_with_the_draft_on_another_host(plan_for,
             assert tokens_of(engine) == expected
         assert engine.health() == Health("ok")
         done = engine.metrics()
-        assert done.num_cache_hits > 0
         assert 0 < done.link_seconds < 0.05
         # Outcomes and drafts of every round, and two messages a request.
         assert done.num_rounds <= done.link_messages / 2 <= done.num_rounds + 8
@@ -396,6 +396,11 @@ def test_all_modes_give_the_same_tokens_with_the_draft_on_another_host(plan_for,
         first, last = (min(s.start for s in spans if s.device == "target"), max(s.end for s in spans if s.device == "target"))
         assert drafts
         assert all(first - 0.1 < span.start < span.end < last + 0.5 for span in drafts)
+        engine.configure(plan_for().with_draft_on("far"))
+        patient(engine)
+        before = engine.metrics().num_cache_hits
+        assert tokens_of(engine) == expected
+        assert engine.metrics().num_cache_hits > before
 
 
 @elsewhere
@@ -411,6 +416,7 @@ def test_a_draft_killed_on_another_host_costs_no_request_and_comes_back_by_itsel
             tokens += chunk.token_ids
         assert tokens == expected
         assert wait_for(lambda: back(engine, expected) and engine.health().restarts == 1, 60), (tmp_path / "log").read_text()
+        patient(engine)
         hits = engine.metrics().num_cache_hits
         assert tokens_of(engine) == expected
         assert engine.metrics().num_cache_hits > hits
@@ -446,6 +452,7 @@ def test_one_worker_serves_one_engine_after_another(plan_for, expected, tmp_path
         with worker(host, address, tmp_path / "log"):
             for _ in range(2):
                 with ssd.Engine.from_plan(plan_for().with_draft_on("far"), listen=str(address)) as engine:
+                    patient(engine)
                     assert tokens_of(engine) == expected
                     assert engine.metrics().num_cache_hits > 0
         assert "it said farewell" in (tmp_path / "log").read_text()

@@ -17,6 +17,7 @@ import ssd
 from ssd.engine.engine import Health
 from ssd.specs import Configuration, Placement, SamplingParams
 from tests.engine.inprocess import reference
+from tests.engine.patience import patient
 from tests.plans import CORES, hand_typed, heed_interrupts
 
 PROMPT = "hello, world"
@@ -33,12 +34,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition, seconds: float = 15.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def wait_for(condition, seconds: float = 60.0) -> bool:
+    """Whether the condition comes true within so many seconds, of which a pause of this process, or of the machine, counts one."""
+    past, before = 0.0, time.monotonic()
+    while past < seconds:
         if condition():
             return True
         time.sleep(0.05)
+        now = time.monotonic()
+        past, before = past + min(now - before, 1.0), now
     return condition()
 
 
@@ -63,6 +67,8 @@ def test_all_modes_and_placements_of_one_engine_give_the_same_tokens(plan_for, e
             plan.model_copy(update={"backup": "none"}),
         ):
             engine.configure(configuration)
+            if configuration.mode == "ssd":
+                patient(engine)
             output = engine.generate(PROMPT, PARAMS)[0]
             assert list(output.token_ids) == expected, configuration.mode
         metrics = engine.metrics()
@@ -105,7 +111,8 @@ def test_a_stopped_draft_costs_one_deadline_and_no_request(plan_for, expected):
         os.kill(pid, signal.SIGSTOP)
         begin = time.monotonic()
         assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
-        assert 0.9 < time.monotonic() - begin < 10
+        # Not one a round, of which there are dozens.
+        assert 0.9 < time.monotonic() - begin < 25
         assert "1 s" in engine.health().reason
         assert not alive(pid)
 
@@ -263,6 +270,8 @@ def test_a_draft_of_int8_weights_proposes_and_the_target_decides(plan_for, expec
         boots += [engine._boot(each, each.placement).int8 for each in (rounded, plan)]
         for configuration in (rounded, Configuration(mode="sd", num_speculative_tokens=2, placement=rounded.placement)):
             engine.configure(configuration)
+            if configuration.mode == "ssd":
+                patient(engine)
             assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
         assert engine.metrics().num_cache_hits > 0
     assert boots == [True, False]

@@ -38,7 +38,7 @@ ADAPTIVE = {"fan_out_hit": (), "fan_out_miss": (), "budget": 4, "building": "any
 
 @pytest.fixture(scope="module")
 def engine(tiny_pair):
-    with ssd.Engine.from_plan(hand_typed(*tiny_pair, **ADAPTIVE), max_num_seqs=3, deadline=5.0) as running:
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair, **ADAPTIVE), max_num_seqs=3) as running:
         yield running
 
 
@@ -150,18 +150,18 @@ def test_a_configuration_is_refused_while_requests_are_on_their_way(engine):
 
 
 def test_who_asks_for_little_does_not_wait_for_who_asks_for_much(engine):
-    order: list[tuple[str, float]] = []
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-
-    def ask(name, prompts):
-        order.extend((name, output.metrics.total_seconds) for output in engine.generate(prompts, params))
-
-    much = threading.Thread(target=ask, args=("much", ["again"] * 60))
-    much.start()
-    wait_for(lambda: len(engine._worker.scheduler.waiting) > 40)
-    engine.generate("hello", params)
-    assert much.is_alive(), "the one request waited for all the others"
-    much.join()
+    params, asked = SamplingParams(max_tokens=12, ignore_eos=True), threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        # Nothing is decoded before all have asked.
+        held = pool.submit(engine._worker.call, lambda: asked.wait(120))
+        much = pool.submit(engine.generate, ["again"] * 60, params)
+        assert wait_for(lambda: engine._worker._adding == 60)
+        little = pool.submit(engine.generate, "hello", params)
+        assert wait_for(lambda: engine._worker._adding == 61)
+        asked.set()
+        assert held.result()
+        longest = sorted(output.metrics.total_seconds for output in much.result())
+        assert little.result()[0].metrics.total_seconds < longest[len(longest) // 2], "the one request waited for all the others"
 
 
 def test_a_full_room_makes_who_asks_wait_and_loses_nobody(tiny_pair):
@@ -347,7 +347,7 @@ def test_bytes_that_are_no_message_lose_the_draft_only(junk):
 
 
 def test_a_draft_that_cannot_be_started_again_is_tried_again(tiny_pair):
-    with ssd.Engine.from_plan(hand_typed(*tiny_pair), deadline=1.0) as engine:
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair)) as engine:
         respawn, failures = engine.peer._respawn, iter([OSError("no more processes"), LinkError("gone")])
 
         def failing():
@@ -362,7 +362,7 @@ def test_a_draft_that_cannot_be_started_again_is_tried_again(tiny_pair):
 
 def test_what_was_learnt_survives_a_restart_and_new_processes_load_off_the_targets_core(tiny_pair, monkeypatch):
     monkeypatch.setattr("ssd.engine.peer.FIRST_BACK_OFF", 0.05)
-    with ssd.Engine.from_plan(hand_typed(*tiny_pair, **ADAPTIVE), deadline=5.0) as engine:
+    with ssd.Engine.from_plan(hand_typed(*tiny_pair, **ADAPTIVE)) as engine:
         cores: list = []
         told: list = []
         respawn, ask = engine.peer._respawn, engine.peer.ask

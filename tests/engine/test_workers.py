@@ -411,7 +411,7 @@ def expected(tiny_pair):
 def hits_more(engine) -> bool:
     """Whether the cache is hit, now or later: workers that take turns on a busy core are often late."""
     before = engine.metrics().num_cache_hits
-    return wait_for(lambda: engine.generate(PROMPT, PARAMS) and engine.metrics().num_cache_hits > before, 60)
+    return wait_for(lambda: engine.generate(PROMPT, PARAMS) and engine.metrics().num_cache_hits > before, 120)
 
 
 def two_workers():
@@ -466,12 +466,11 @@ def test_a_worker_that_dies_or_stops_costs_no_request_and_comes_back(plan_for, e
 
         def again():
             assert list(engine.generate(PROMPT, PARAMS)[0].token_ids) == expected
-            return engine.health().restarts == 1
+            health = engine.health()
+            return health.restarts and (health.draft, health.reason, health.workers) == ("ok", None, (True, True))
 
         assert wait_for(again, 120)
         assert not alive(pid)
-        health = engine.health()
-        assert (health.draft, health.reason, health.workers) == ("ok", None, (True, True))
         assert hits_more(engine)
 
 
