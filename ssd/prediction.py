@@ -160,6 +160,7 @@ def scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workl
         outcomes=outcomes if drafts else None,
         draft_step=pace.step if drafts else None,
         draft_alone=pace.alone if drafts else None,
+        draft_plan_seconds=pace.weigh_seconds if configuration.budget or configuration.building == "anytime" else pace.plan_seconds,
         link_seconds=pace.link_seconds,
         num_speculative_tokens=configuration.num_speculative_tokens,
         fan_out_hit=configuration.fan_out_hit,

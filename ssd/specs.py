@@ -364,6 +364,8 @@ class RoundCost(Spec):
     )
     step: float = Field(0.0, description="a draft token of every row while the target waits, above the draft's forward; seconds")
     build_step: float = Field(0.0, description="a step of all branches beside a verification, above the draft's forward; seconds")
+    plan: float = Field(0.0, ge=0, description="between a build's forwards, choosing what is drafted for by lists; seconds a round")
+    weigh: float = Field(0.0, ge=0, description="the same by estimated chances, as for a budget or at any time; seconds a round")
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
