@@ -43,6 +43,8 @@ class AnytimeDevice(DraftDevice):
             alive = self.coming.intersection(wave)
             for step in range(self.scenario.num_speculative_tokens + 1):
                 short = step < self.scenario.num_speculative_tokens
+                if not short and not self.tempo.in_time(len(wave)):
+                    break
                 late = until < self.now if self.steps else self._late(until, bool(alive))
                 if late or not self._step(until, len(wave), short and bool(alive)):
                     return 0

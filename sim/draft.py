@@ -70,8 +70,7 @@ class DraftDevice(Device):
     def _feeds(self, until: float) -> bool:
         """Feed the last token of every branch, so that there is nothing to catch up with should it come true, where there is time."""
         latency = self.step(self.branches, self.context)
-        # Between steps alone it would be noticed too late that there is none.
-        return self.now <= until - (latency if self.scenario.interrupt == "step" else 0.0) and self._forward(until, latency, False)
+        return self.now + latency <= until and self._forward(until, latency, False)
 
     def _grown(self, until: float, grows: bool) -> int:
         """Run the step that catches up and those of all branches until a message comes; return the tokens that each branch then has."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.latency import Latency
+from ssd.devices import are_cores
 from ssd.specs import ForwardLatency, Mode, Placement, Profile, RoundCost, Verification
 
 # Of a forward alone, what it takes in a round at the least.
@@ -21,7 +22,7 @@ class Pace:
     waits, is taken alone, those of more beside a working target. alone: a draft forward by its rows while the target waits. Rows of a
     batch are packed: their forward costs what its tokens cost in one row. Seconds of a message one way, of a round's host work (however
     many rows) and of the target's prefill, a prompt token. plan, weigh: of the draft's host, a round, to choose what is drafted for by
-    lists, or by estimated chances.
+    lists, or by estimated chances. draft_layers: pieces of a draft step between which the draft looks whether outcomes have come.
     """
 
     placement: Placement
@@ -33,6 +34,7 @@ class Pace:
     prefill_seconds_per_token: float
     plan_seconds: float = 0.0
     weigh_seconds: float = 0.0
+    draft_layers: int = 1
 
     def round_seconds(self, drafted: float, rows: int = 1) -> float:
         """Seconds from sending `rows` drafts of so many tokens, on average, to hearing their outcomes, as the draft sees them."""
@@ -77,6 +79,8 @@ def pace(profile: Profile, placement: Placement, mode: Mode, verification: Verif
         prefill_seconds_per_token=profile.prefill_seconds_per_token,
         plan_seconds=cost.plan if cost else 0.0,
         weigh_seconds=cost.weigh if cost else 0.0,
+        # An accelerator is given a step at once.
+        draft_layers=profile.draft_layers if are_cores(placement.draft) else 1,
     )
 
 

@@ -458,6 +458,7 @@ class Profile(Spec):
     prefill_seconds_per_token: float = Field(ge=0, description="target's prefill, seconds per prompt token")
     link_seconds: float = Field(ge=0, description="one-way latency of a message between the two processes, seconds")
     overhead_seconds: float = Field(ge=0, description="a round's host work outside verifications, messages and waits, seconds")
+    draft_layers: int = Field(24, ge=1, description="layers of the draft model (count)")
     rounds: tuple[RoundCost, ...] = Field(
         (), description="what rounds were seen to take beyond the tables; none if none was watched (list)"
     )
