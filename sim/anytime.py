@@ -38,11 +38,15 @@ class AnytimeDevice(DraftDevice):
         """Catch up, then draft in waves, each as wide as is worth most, until the message comes. The tokens differ by wave."""
         if self.catch_up and not self._step(until, self.catch_up, False, self.rooted):
             return 0
+        self.now += self.scenario.draft_plan_seconds
         for wave in self._waves():
             alive = self.coming.intersection(wave)
             for step in range(self.scenario.num_speculative_tokens + 1):
                 short = step < self.scenario.num_speculative_tokens
-                if until < self.now or not self._step(until, len(wave), short and bool(alive)):
+                if not short and not self.tempo.in_time(len(wave)):
+                    break
+                late = until < self.now if self.steps else self._late(until, bool(alive))
+                if late or not self._step(until, len(wave), short and bool(alive)):
                     return 0
                 self.steps |= dict.fromkeys(wave, step + 1)
         return 0
@@ -122,12 +126,12 @@ class AnytimeDraft(Draft):
         found = None if hit or length else self._on_miss()
         return found if found is not None and found.drafted and self.looks_up else Proposal(length, hit, not hit)
 
-    def _plan(self, turn: Turn, proposals: Sequence[Proposal], ready: float) -> None:
+    def _plan(self, turn: Turn, proposals: Sequence[Proposal], ready: float, owners: Sequence[Owner]) -> None:
         if turn.outcomes:
             self.tempo.sent()
-        super()._plan(turn, proposals, ready)
+        super()._plan(turn, proposals, ready, owners)
 
-    def _deal(self, turn: Turn, proposals: Sequence[Proposal]) -> None:
+    def _deal(self, turn: Turn, proposals: Sequence[Proposal], owners: Sequence[Owner]) -> None:
         device, rows = self.device, rows_of(turn, proposals)
         self.places = {request: place for place, request in enumerate(rows)}
         self.sent = {request: proposal.drafted for request, proposal in rows.items()}

@@ -21,10 +21,11 @@ Owner = tuple[int, bool]
 
 
 class DraftDevice(Device):
-    """One draft device: its share of the branches of the speculation cache, and how many tokens these have."""
+    """One draft device: its share of the branches of the speculation cache, how many tokens these have, and whether their last is fed."""
 
     heard = 0.0
     branches, tokens, catch_up, context, round = 0, 0, 0, 0, 0
+    fed = False
 
     def __init__(self, name: str, scenario: Scenario, marks: list[Mark] | None, rng: Random) -> None:
         super().__init__(name, scenario, marks, rng, scenario.draft_residuals)
@@ -55,6 +56,7 @@ class DraftDevice(Device):
             start = self.now
             # A build does not begin where the message is there already.
             self.tokens = self._grown(until, grows) if until > start else 0
+            self.fed = self.tokens == self.scenario.num_speculative_tokens and self._feeds(until)
             if self.now > start:
                 self.log("build", start, self.round)
         if until > self.now:
@@ -63,6 +65,12 @@ class DraftDevice(Device):
     def forget(self) -> None:
         """Have nothing cached, and nothing to build."""
         self.tokens = self.branches = self.catch_up = 0
+        self.fed = False
+
+    def _feeds(self, until: float) -> bool:
+        """Feed the last token of every branch, so that there is nothing to catch up with should it come true, where there is time."""
+        latency = self.step(self.branches, self.context)
+        return self.now + latency <= until and self._forward(until, latency, False)
 
     def _grown(self, until: float, grows: bool) -> int:
         """Run the step that catches up and those of all branches until a message comes; return the tokens that each branch then has."""
@@ -70,14 +78,21 @@ class DraftDevice(Device):
             return 0
         if not self.branches:
             return 0
+        self.now += self.scenario.draft_plan_seconds
+        if self._late(until, grows):
+            return 0
         K, each = self.scenario.num_speculative_tokens, self.step(self.branches, self.context)
         if not self.noisy and self.now + K * each <= until:
             self.run(each, K)
             return K
         tokens = 0
-        while tokens < K and until >= self.now and self._forward(until, each, grows):
+        while tokens < K and (until >= self.now or not tokens) and self._forward(until, each, grows):
             tokens += 1
         return tokens
+
+    def _late(self, until: float, grows: bool) -> bool:
+        """Whether what came while the host was choosing keeps the first step from beginning; under "moot" not one that is worth it."""
+        return until < self.now and not (grows and self.scenario.interrupt == "moot")
 
     def run(self, latency: float, times: int = 1) -> None:
         """Run forwards that nothing interrupts."""
@@ -131,7 +146,7 @@ class Draft:
             owners = self._built(turn)
             proposals, ready = self._answer(turn, owners)
             if ready <= self.outage[0]:
-                self._plan(turn, proposals, ready)
+                self._plan(turn, proposals, ready, owners)
                 return self._sent(proposals, ready) if expected else None
             self._die()
         if not expected:
@@ -202,7 +217,7 @@ class Draft:
 
     # What follows an answer
 
-    def _plan(self, turn: Turn, proposals: Sequence[Proposal], ready: float) -> None:
+    def _plan(self, turn: Turn, proposals: Sequence[Proposal], ready: float, owners: Sequence[Owner]) -> None:
         """Tell each other the drafts, feed pieces of prompts, and begin to build for the outcomes of this round."""
         if len(self.devices) > 1:
             for device in self.devices:
@@ -212,9 +227,9 @@ class Draft:
         for device in self.devices:
             device.round = turn.round
         if self.caches:
-            self._deal(turn, proposals)
+            self._deal(turn, proposals, owners)
 
-    def _deal(self, turn: Turn, proposals: Sequence[Proposal]) -> None:
+    def _deal(self, turn: Turn, proposals: Sequence[Proposal], owners: Sequence[Owner]) -> None:
         """Deal the branches out to the devices."""
         context = context_of(turn) if self.contexts else 0
         self.fan_outs = self._fan_outs(turn, proposals, context)
@@ -224,8 +239,9 @@ class Draft:
             dealt += sum(fan_out)
         names = tuple(self.fan_outs)
         for index, device in enumerate(self.devices):
-            # The last token of a running row must be fed first: the candidates after it are not known before.
-            device.catch_up, device.branches = len(turn.outcomes), -(-(dealt - index) // count)
+            # The last token of a running row must be fed first, where it is not yet: the candidates after it are not known before.
+            rooted = owners.count((index, True)) if device.fed else 0
+            device.catch_up, device.branches = len(turn.outcomes) - rooted, -(-(dealt - index) // count)
             device.context, device.names = context, names
 
     def _fan_outs(self, turn: Turn, proposals: Sequence[Proposal], context: int) -> FanOuts:

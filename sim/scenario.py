@@ -35,7 +35,8 @@ class Scenario:
 
     For sd and ssd: outcomes, of which every row has a stream of its own; draft_step (latency of a draft forward by its branches or
     tokens, over all rows) and draft_alone (the same by its rows while the target waits; default: draft_step); draft_prefill_seconds, of a
-    prompt fed whole; num_speculative_tokens (K); link_seconds (one way), link_bandwidth (bytes a second, each way) and draft_token_bytes
+    prompt fed whole; draft_plan_seconds, of the draft's host to choose what the branches of a round are drafted for; num_speculative_tokens
+    (K); link_seconds (one way), link_bandwidth (bytes a second, each way) and draft_token_bytes
     (its id and, where drawn, its law). The draft is away at draft_outages, pairs of death and return, or after draft_mtbf seconds on
     average for draft_repair_seconds on average; the target waits for a dead draft for lost_after_seconds and goes on as in mode ar.
 
@@ -72,6 +73,7 @@ class Scenario:
     draft_step: Seconds | None = None
     draft_alone: Seconds | None = None
     draft_prefill_seconds: float = 0.0
+    draft_plan_seconds: float = 0.0
     link_seconds: float = 0.0
     link_bandwidth: float | None = None
     draft_token_bytes: float = 4.0
@@ -100,7 +102,7 @@ class Scenario:
             check.count(name, getattr(self, name), 1)
         for name in (
             *("target_prefill_seconds", "draft_prefill_seconds", "overhead_seconds", "link_seconds", "noise", "draft_token_bytes"),
-            *("draft_repair_seconds", "lost_after_seconds"),
+            *("draft_plan_seconds", "draft_repair_seconds", "lost_after_seconds"),
         ):
             check.non_negative(name, getattr(self, name))
         for name in ("link_bandwidth", "draft_mtbf"):

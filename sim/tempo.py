@@ -80,6 +80,11 @@ class Tempo:
         slope = min(max(0.0, (n * xy - x * y) / spread), y / x) if spread > 1e-9 else 0.0
         return np.asarray((y - slope * x) / n + slope * np.asarray(tokens))
 
+    def in_time(self, tokens: int) -> bool:
+        """Whether a step of so many tokens, were it begun now, is likely to end before outcomes come; True while too little is known."""
+        step, left = self.step(tokens), self.left()
+        return step is None or left is None or float(step) <= left
+
     def best_width(self, chances: np.ndarray, K: int) -> int:
         """Return for how many outcomes, the likeliest first, to draft up to K tokens together: those that are worth most in time.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.latency import Latency
+from ssd.devices import are_cores
 from ssd.specs import ForwardLatency, Mode, Placement, Profile, RoundCost, Verification
 
 # Of a forward alone, what it takes in a round at the least.
@@ -20,7 +21,8 @@ class Pace:
     verify: a target forward by its tokens. step: a draft forward by its branches; that of one branch, which drafts while the target
     waits, is taken alone, those of more beside a working target. alone: a draft forward by its rows while the target waits. Rows of a
     batch are packed: their forward costs what its tokens cost in one row. Seconds of a message one way, of a round's host work (however
-    many rows) and of the target's prefill, a prompt token.
+    many rows) and of the target's prefill, a prompt token. plan, weigh: of the draft's host, a round, to choose what is drafted for by
+    lists, or by estimated chances. draft_layers: pieces of a draft step between which the draft looks whether outcomes have come.
     """
 
     placement: Placement
@@ -30,6 +32,9 @@ class Pace:
     link_seconds: float
     overhead_seconds: float
     prefill_seconds_per_token: float
+    plan_seconds: float = 0.0
+    weigh_seconds: float = 0.0
+    draft_layers: int = 1
 
     def round_seconds(self, drafted: float, rows: int = 1) -> float:
         """Seconds from sending `rows` drafts of so many tokens, on average, to hearing their outcomes, as the draft sees them."""
@@ -39,9 +44,13 @@ class Pace:
         """Seconds of drafting K tokens for each of `rows` rows, at least 1, after the outcome is known."""
         return K * self.alone(rows)
 
+    def catch_up_seconds(self, rows: int = 1) -> float:
+        """Seconds of a build before the first step of its branches: the last token of every row is fed, then chosen what to draft for."""
+        return self.step(rows) + self.plan_seconds
+
     def build_seconds(self, K: int, budget: float, rows: int = 1) -> float:
-        """Seconds of the catch-up step and K steps, each with `budget` branches for every one of `rows` rows."""
-        return self.step(rows) + K * self.step(rows * budget)
+        """Seconds of what comes first and K steps, each with `budget` branches for every one of `rows` rows."""
+        return self.catch_up_seconds(rows) + K * self.step(rows * budget)
 
 
 def pace(profile: Profile, placement: Placement, mode: Mode, verification: Verification = "rejection") -> Pace | None:
@@ -68,6 +77,10 @@ def pace(profile: Profile, placement: Placement, mode: Mode, verification: Verif
         # Computed forwards were calibrated on AR, with all that its rounds take.
         overhead_seconds=0.0 if mode == "ar" and verify.source == "roofline" else profile.overhead_seconds,
         prefill_seconds_per_token=profile.prefill_seconds_per_token,
+        plan_seconds=cost.plan if cost else 0.0,
+        weigh_seconds=cost.weigh if cost else 0.0,
+        # An accelerator is given a step at once.
+        draft_layers=profile.draft_layers if are_cores(placement.draft) else 1,
     )
 
 

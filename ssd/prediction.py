@@ -25,9 +25,8 @@ SCREENED_TOKENS = 400
 SIMULATED_TOKENS_AR = 16
 # Of larger batches each play would take half a second; theory, within a few percent of it where outputs are long, reckons them.
 SIMULATED_ROWS = 16
-# The engine's own rule. Looking between layers, it notices an outcome almost at once; how many layers there are hardly matters.
+# The engine's own rule.
 INTERRUPT = "moot"
-DRAFT_LAYERS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +159,7 @@ def scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workl
         outcomes=outcomes if drafts else None,
         draft_step=pace.step if drafts else None,
         draft_alone=pace.alone if drafts else None,
+        draft_plan_seconds=pace.weigh_seconds if configuration.budget or configuration.building == "anytime" else pace.plan_seconds,
         link_seconds=pace.link_seconds,
         num_speculative_tokens=configuration.num_speculative_tokens,
         fan_out_hit=configuration.fan_out_hit,
@@ -168,7 +168,7 @@ def scenario(configuration: Configuration, pace: Pace, outcomes: Outcomes, workl
         building=configuration.building,
         backup=configuration.backup,
         interrupt=INTERRUPT,
-        draft_layers=DRAFT_LAYERS,
+        draft_layers=pace.draft_layers,
     )
 
 

@@ -170,6 +170,7 @@ class _Profiler:
             prefill_seconds_per_token=statistics.median(prefill for _, _, prefill, _ in self.read),
             link_seconds=self._link(),
             overhead_seconds=statistics.median(overhead for _, overhead, _, _ in self.read),
+            draft_layers=int(draft.config.num_hidden_layers) if (draft := self.engine.pair.draft) else 1,
         )
         costs = [self._once(_rounds_of(watch), RoundCost | None, bound(self._round_cost, found, watch)) for watch in self._watches()]
         return found.model_copy(update={"rounds": tuple(cost for cost in costs if cost is not None)})

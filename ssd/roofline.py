@@ -112,6 +112,7 @@ def roofline_profile(hardware: Hardware, models: Models, workload: Workload) -> 
         prefill_seconds_per_token=_prefill(target, hardware.select(first.devices)),
         link_seconds=hardware.link_seconds,
         overhead_seconds=ROUND_SECONDS,
+        draft_layers=draft.shape.layers if draft else 1,
         notes=(*_notes(target, draft, acceptance, workload), *_memory_notes(hardware, target, draft, first, length)),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import fmean
 
 from sim.metrics import Round
@@ -19,6 +19,8 @@ from theory.fanout import uniform
 
 # Lookaheads that are watched: a line through the two tells what a draft token and what a message takes.
 SHORT, LONG = 1, 4
+# And a cache whose outcomes are weighed, by how far it drafts and for how many.
+MIDDLE, WEIGHED = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,13 @@ class Watched:
 
 
 def watched_configurations(mode: Mode, place: Placement, verification: Verification) -> tuple[Configuration, ...]:
-    """What is watched of a mode: AR once, the others with a short and a long draft, SSD with the smallest caches."""
+    """What is watched of a mode: AR once, the others with a short and a long draft, SSD with the smallest caches and with one whose
+    outcomes are weighed."""
     if mode == "ar":
         return (Configuration(mode="ar", placement=place),)
     if mode == "sd":
         return tuple(Configuration(mode="sd", num_speculative_tokens=K, placement=place, verification=verification) for K in (SHORT, LONG))
-    return tuple(
+    listed = tuple(
         Configuration(
             mode="ssd",
             num_speculative_tokens=K,
@@ -61,6 +64,7 @@ def watched_configurations(mode: Mode, place: Placement, verification: Verificat
         )
         for K in (SHORT, LONG)
     )
+    return *listed, Configuration(mode="ssd", num_speculative_tokens=MIDDLE, budget=WEIGHED, placement=place, verification=verification)
 
 
 def round_cost(raw: Pace, watched: Sequence[Watched], temperature: float = 0.0) -> RoundCost | None:
@@ -72,11 +76,13 @@ def round_cost(raw: Pace, watched: Sequence[Watched], temperature: float = 0.0) 
     if not points:
         return None
     first = watched[0].configuration
-    answer = step = build_step = 0.0
+    answer = step = build_step = plan = weigh = 0.0
     if first.mode == "sd":
         answer, step = _line(raw, watched)
     elif first.mode == "ssd":
-        answer, step, build_step = _cached(raw, *watched)
+        short, long, weighed = watched
+        answer, step = _cached(raw, short, long)
+        (plan, build_step), (weigh, _) = (_built(raw, one) for one in (long, weighed))
     return RoundCost(
         mode=first.mode,
         placement=first.placement,
@@ -87,6 +93,8 @@ def round_cost(raw: Pace, watched: Sequence[Watched], temperature: float = 0.0) 
         answer=answer - 2 * raw.link_seconds if first.mode != "ar" else 0.0,
         step=step,
         build_step=build_step,
+        plan=plan,
+        weigh=weigh,
     )
 
 
@@ -111,26 +119,34 @@ def _line(raw: Pace, watched: Sequence[Watched]) -> tuple[float, float]:
     return of_short - short * step, step
 
 
-def _cached(raw: Pace, short: Watched, long: Watched) -> tuple[float, float, float]:
-    """Of SSD: the wait for what lies ready, a step of the backup and one of the build, each of these two beyond its forward."""
+def _cached(raw: Pace, short: Watched, long: Watched) -> tuple[float, float]:
+    """Of SSD: the wait for what lies ready, and a step of the backup beyond its forward."""
     ready = short.waits()
     answer = fmean(wait for wait, _ in ready) if ready else 2 * raw.link_seconds
     K, missed = long.configuration.num_speculative_tokens, long.waits(1)
     steps = [(wait - answer - raw.backup_seconds(K, rows)) / K for wait, rows in missed]
-    builds = [step for timeline in long.timelines for step in _build_steps(raw, long, timeline)]
-    return answer, fmean(steps) if steps else 0.0, fmean(builds) if builds else 0.0
+    return answer, fmean(steps) if steps else 0.0
 
 
-def _build_steps(raw: Pace, one: Watched, timeline: Timeline) -> Iterator[float]:
-    """For each round the mean seconds of its build's steps, what lies between them included, beyond a forward of all branches."""
-    forward = raw.step(one.rows * sum(one.configuration.fan_out_hit))
-    spans: defaultdict[int, list[Span]] = defaultdict(list)
+def _built(raw: Pace, one: Watched) -> tuple[float, float]:
+    """Of a build: what lies between its forwards, and a step of all branches beyond its forward."""
+    branches = one.configuration.budget or sum(one.configuration.fan_out_hit)
+    forward, between, steps = raw.step(one.rows * branches), [], []
+    for spans in chain.from_iterable(map(_builds, one.timelines)):
+        between.append(sum(after.start - before.end for before, after in pairwise(spans)))
+        # The first one may feed what was sent last.
+        steps += [span.end - span.start - forward for span in spans[2:] if span.activity == "build"]
+    return fmean(between) if between else 0.0, fmean(steps) if steps else 0.0
+
+
+def _builds(timeline: Timeline) -> Iterator[list[Span]]:
+    """The draft's spans of each round from its answer on, but for the last, which may have been given up; of those with a build."""
+    rounds: defaultdict[int, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         if span.device == "draft":
-            spans[span.round].append(span)
-    for its in spans.values():
-        # The last one may have been given up.
-        steps = [span for span in its if span.activity == "build"][:-1]
-        answered = [span.end for span in its if span.activity == "answer"]
-        if len(steps) > 1 and answered:
-            yield (steps[-1].end - answered[-1]) / len(steps) - forward
+            rounds[span.round].append(span)
+    for spans in rounds.values():
+        kinds = [span.activity for span in spans]
+        found = spans[kinds.index("answer") : -1] if "answer" in kinds else []
+        if len(found) > 2:
+            yield found

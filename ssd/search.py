@@ -194,9 +194,9 @@ class Search:
 
     def _round(self, pace: Pace, K: int, drafted: float, budget: int, waiting: float, chance: float) -> tuple[float, float, float]:
         """Chance that the outcome of a draft of so many tokens is cached, seconds of the round if it is and if it is not."""
-        T_v, single, step = pace.round_seconds(drafted), pace.step(1), max(pace.step(budget), 1e-12)
-        hit, _ = interrupted_round_seconds(T_v, K, single, step, single, waiting)
-        begun = _begins(K, T_v, single, step)
+        T_v, catch_up, step = pace.round_seconds(drafted), pace.catch_up_seconds(), max(pace.step(budget), 1e-12)
+        hit, _ = interrupted_round_seconds(T_v, K, catch_up, step, pace.step(1), waiting)
+        begun = _begins(K, T_v, catch_up, step)
         # The step under way is given up between two layers: a miss waits for the backup only.
         return _uncertain(chance if begun else 0.0), float(hit), T_v + waiting
 
@@ -234,9 +234,9 @@ def _rates(seconds: float, hit_rate: float | None, law: FloatArray, drafted: flo
 
 
 def _of_rows(pace: Pace, rounds: Rounds, budgets: tuple[int, int], share: float, rows: int) -> tuple[float, float, float]:
-    """Seconds of a verification, of the catch-up step and of a step of all branches, `share` of the rows having hit before."""
+    """Seconds of a verification, of what a build begins with and of a step of all branches, `share` of the rows having hit before."""
     drafted, budget = rounds.mean(share, rounds.drafted), rounds.mean(share, budgets)
-    return pace.round_seconds(drafted, rows), pace.step(rows), max(pace.step(rows * budget), 1e-12)
+    return pace.round_seconds(drafted, rows), pace.catch_up_seconds(rows), max(pace.step(rows * budget), 1e-12)
 
 
 def _begins(K: int, T_v: float, catch_up: float, step: float) -> bool:

@@ -364,6 +364,8 @@ class RoundCost(Spec):
     )
     step: float = Field(0.0, description="a draft token of every row while the target waits, above the draft's forward; seconds")
     build_step: float = Field(0.0, description="a step of all branches beside a verification, above the draft's forward; seconds")
+    plan: float = Field(0.0, ge=0, description="between a build's forwards, choosing what is drafted for by lists; seconds a round")
+    weigh: float = Field(0.0, ge=0, description="the same by estimated chances, as for a budget or at any time; seconds a round")
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
@@ -456,6 +458,7 @@ class Profile(Spec):
     prefill_seconds_per_token: float = Field(ge=0, description="target's prefill, seconds per prompt token")
     link_seconds: float = Field(ge=0, description="one-way latency of a message between the two processes, seconds")
     overhead_seconds: float = Field(ge=0, description="a round's host work outside verifications, messages and waits, seconds")
+    draft_layers: int = Field(24, ge=1, description="layers of the draft model (count)")
     rounds: tuple[RoundCost, ...] = Field(
         (), description="what rounds were seen to take beyond the tables; none if none was watched (list)"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
-from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -182,17 +181,17 @@ def validate(
     """Profile, predict each case, and measure it `repeats` times, all cases in turn on one engine.
 
     chosen: default `cases(hardware)`. prompts: texts to use instead of the prompt set's. A profile is of a load: there is one for each
-    temperature and length of prompts, of one request and where a case has several of the largest batch. It measures acceptance on the very
-    prompts that the cases then decode, so that what differs is the prediction and not the prompts. What rounds take beyond their forwards
-    is watched in turn with the cases, since a shared machine is not the same from one minute to the next, on configurations that are no
-    cases (ssd.round_costs). ValueError for what cannot be run, RuntimeError if the draft is lost meanwhile.
+    temperature, length of prompts and batch size. It measures acceptance on the very prompts that the cases then decode, so that what
+    differs is the prediction and not the prompts. What rounds take beyond their forwards is watched in turn with the cases, since a shared
+    machine is not the same from one minute to the next, on configurations that are no cases (ssd.round_costs). ValueError for what cannot
+    be run, RuntimeError if the draft is lost meanwhile.
     """
     chosen = tuple(cases(hardware) if chosen is None else chosen)
     tell = progress or (lambda *_: None)
     _check(hardware, models, chosen, output_tokens, repeats)
     texts, tokenizer = list(prompts or prompt_texts(prompt_set, None)), inspect(models).tokenizer
     pools = {length: of_length(texts, length, tokenizer) for length in {case.prompt_tokens for case in chosen}}
-    loads = {case: _load(case, chosen, output_tokens, prompt_set) for case in chosen}
+    loads = {case: _load(case, output_tokens, prompt_set) for case in chosen}
     profiles: dict[Workload, Profile] = {}
     for number, load in enumerate(dict.fromkeys(loads.values())):
 
@@ -202,29 +201,24 @@ def validate(
         its = _prompts(pools, load, repeats)
         profiles[load] = measure_profile(hardware, models, load, prompts=its, progress=told, ignore_eos=True, brief=True)
     watched = {Run(c, load) for case, load in loads.items() for c in _watched(case.configuration)}
-    runs = {case: Run(case.configuration, load.model_copy(update={"batch_size": case.batch_size})) for case, load in loads.items()}
+    runs = {case: Run(case.configuration, load) for case, load in loads.items()}
     asked = list(dict.fromkeys([*runs.values(), *watched]))
     seen = _measured(hardware, models, asked, pools, repeats, lambda what, share: tell(what, 0.5 + 0.5 * share))
     rows = []
     for case, load in loads.items():
         cost = _cost(case.configuration, load, profiles[load], seen)
         profile = profiles[load].model_copy(update={"rounds": (cost,) if cost else ()})
-        predicted = _predicted(case, profile, output_tokens, case.batch_size / load.batch_size)
+        predicted = _predicted(case, profile, output_tokens)
         rows.append(Compared(case=case, measured=_of_outputs(case, seen[runs[case]].outputs), predicted=predicted))
     return Validation(
         hardware=hardware.name, models=models, prompt_set=prompt_set, output_tokens=output_tokens, repeats=repeats, rows=tuple(rows)
     )
 
 
-def _load(case: Case, chosen: Sequence[Case], output_tokens: int, prompt_set: Kind) -> Workload:
-    """What is profiled for a case: its prompts and temperature, one request or as many as the largest batch has."""
-    alike = [
-        c
-        for c in chosen
-        if (c.prompt_tokens, c.temperature, c.batch_size > 1) == (case.prompt_tokens, case.temperature, case.batch_size > 1)
-    ]
+def _load(case: Case, output_tokens: int, prompt_set: Kind) -> Workload:
+    """What is profiled for a case."""
     return Workload(
-        batch_size=max(c.batch_size for c in alike),
+        batch_size=case.batch_size,
         prompt_tokens=case.prompt_tokens,
         output_tokens=output_tokens,
         temperature=case.temperature,
@@ -252,26 +246,21 @@ def _check(hardware: Hardware, models: Models, chosen: Sequence[Case], output_to
 # Predictions
 
 
-def _predicted(case: Case, profile: Profile, output_tokens: int, share: float) -> Numbers:
-    played = scenario(case, profile, output_tokens, share)
+def _predicted(case: Case, profile: Profile, output_tokens: int) -> Numbers:
+    played = scenario(case, profile, output_tokens)
     result = simulate(played, record=False)
     firsts = [served.ttft for served in result.requests]
     return _numbers(case, result.metrics, [served.tpot for served in result.requests], firsts)
 
 
-def scenario(case: Case, profile: Profile, output_tokens: int, share: float = 1.0) -> Scenario:
-    """What the planner would play for the case, under the load that is measured: whole waves of requests that come together.
-
-    share: of the profile's prompts the case decodes the first so many.
-    """
+def scenario(case: Case, profile: Profile, output_tokens: int) -> Scenario:
+    """What the planner would play for the case, under the load that is measured: whole waves of requests that come together."""
     configuration = case.configuration
     its = pace(profile, configuration.placement, configuration.mode, configuration.verification)
     if its is None:
         raise ValueError(f"case {case.name!r}: the profile has no latencies for its placement: use one of ssd.placements.placements")
     load = Workload(batch_size=case.batch_size, prompt_tokens=case.prompt_tokens, output_tokens=output_tokens)
-    played = prediction.scenario(
-        configuration, its, _outcomes(case, profile, output_tokens, share).simulated(), load, prediction.SIMULATED_TOKENS
-    )
+    played = prediction.scenario(configuration, its, _outcomes(case, profile, output_tokens).simulated(), load, prediction.SIMULATED_TOKENS)
     prefill = case.prompt_tokens * its.prefill_seconds_per_token
     # Waves that come apart, each when the one before has long left.
     longest = 10 * case.batch_size * (prefill + output_tokens * its.verify(case.batch_size * (1 + configuration.num_speculative_tokens)))
@@ -286,13 +275,14 @@ def scenario(case: Case, profile: Profile, output_tokens: int, share: float = 1.
     )
 
 
-def _outcomes(case: Case, profile: Profile, output_tokens: int, share: float) -> OutcomeModel:
+def _outcomes(case: Case, profile: Profile, output_tokens: int) -> OutcomeModel:
     """What the case's texts say, as far as they are decoded."""
     model = outcome_model(profile, case.configuration.verification)
     if not isinstance(model, Traced):
         return model
-    own = model.some(range(ceil(share * len(model.ranks))))
-    return replace(own, ranks=tuple(text[:output_tokens] for text in own.ranks), ends=tuple(text[:output_tokens] for text in own.ends))
+    return replace(
+        model, ranks=tuple(text[:output_tokens] for text in model.ranks), ends=tuple(text[:output_tokens] for text in model.ends)
+    )
 
 
 def _numbers(case: Case, metrics: Metrics, gaps: Sequence[float | None], firsts: Sequence[float | None]) -> Numbers:

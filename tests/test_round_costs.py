@@ -14,8 +14,8 @@ from ssd import prediction
 from ssd.outcomes import outcome_model
 from ssd.pace import Pace, pace
 from ssd.placements import placements
-from ssd.round_costs import LONG, SHORT, Watched, round_cost, watched_configurations
-from ssd.specs import Mode, Placement, RoundCost, Verification, Workload
+from ssd.round_costs import Watched, round_cost, watched_configurations
+from ssd.specs import Configuration, Mode, Placement, RoundCost, Verification, Workload
 from tests.profiles import cores, synthetic, texts
 
 TWO = cores(2)
@@ -99,27 +99,40 @@ def test_each_mode_and_place_has_its_own_costs_and_each_verification_where_it_wa
     assert found.round_cost("sd", APART) is None
 
 
-def test_steps_of_a_build_count_what_lies_between_them_but_not_one_that_may_have_been_given_up():
-    short, long = watched_configurations("ssd", APART, "rejection")
+def built(configuration: Configuration, raw: Pace, begin: float, between: float, more: float) -> Watched:
+    """A round: a step that catches up and a prompt's piece, then four of all branches and one that was given up."""
+    branches, K = configuration.budget or sum(configuration.fan_out_hit), configuration.num_speculative_tokens
+    spans, at = [Span("draft", "answer", 0.0, 1.0, 1, "r")], 1.0 + begin
+    for name, seconds in [("build", raw.step(1)), ("prefill", 7e-3), *[("build", raw.step(branches) + more)] * 4, ("build", 0.1e-3)]:
+        spans.append(Span("draft", name, at, at + seconds, 1, "r"))
+        at = spans[-1].end + between
+    return Watched(configuration, (Timeline(spans, [Round("r", K, 1, 2, True, False, 20e-3, 0.4e-3, start=1.0)]),), 1)
+
+
+def test_a_build_is_its_steps_and_what_lies_between_them_but_not_one_that_may_have_been_given_up():
     raw = pace(TABLES, APART, "ssd")
     assert raw is not None
-    forward = raw.step(sum(long.fan_out_hit))
-    spans, at = [Span("draft", "answer", 0.0, 1.0, 1, "r")], 1.0
-    for _ in range(4):
-        # As much again between the steps as each takes beyond its forward.
-        spans.append(Span("draft", "build", at + 1e-3, at + 2e-3 + forward, 1, "r"))
-        at = spans[-1].end
-    spans.append(Span("draft", "build", at + 1e-3, at + 1.1e-3, 1, "r"))
-    rounds = [Round("r", LONG, 1, 2, True, False, 20e-3, 0.4e-3, start=1.0)]
-    quick = Watched(short, (Timeline([], [Round("r", SHORT, 1, 2, True, False, 20e-3, 0.4e-3, start=1.0)]),), 1)
-    found = round_cost(raw, [quick, Watched(long, (Timeline(spans, rounds),), 1)])
+    short, long, weighed = watched_configurations("ssd", APART, "rejection")
+    watched = [built(short, raw, 9e-3, 9e-3, 9e-3), built(long, raw, 3e-3, 1e-3, 2e-3), built(weighed, raw, 5e-3, 1e-3, 8e-3)]
+    found = round_cost(raw, watched)
     assert found is not None
     assert found.build_step == pytest.approx(2e-3)
+    assert (found.plan, found.weigh) == pytest.approx((3e-3 + 5e-3, 5e-3 + 5e-3))
+
+
+@pytest.mark.parametrize("weighs", [{}, {"budget": 3, "fan_out_hit": (), "fan_out_miss": ()}, {"building": "anytime"}])
+def test_a_build_is_played_with_what_its_kind_of_choice_takes(weighs):
+    cost = told("ssd", APART).model_copy(update={"plan": 1e-3, "weigh": 4e-3})
+    its = pace(TABLES.model_copy(update={"rounds": (cost,)}), APART, "ssd")
+    assert its is not None
+    assert its.build_seconds(2, 3) == pytest.approx(its.step(1) + 1e-3 + 2 * its.step(3))
+    configuration = watched_configurations("ssd", APART, "rejection")[1].model_copy(update=weighs)
+    scenario = prediction.scenario(configuration, its, outcome_model(TABLES).simulated(), LOAD, 100)
+    assert scenario.draft_plan_seconds == (4e-3 if weighs else 1e-3)
 
 
 def test_a_round_that_not_all_rows_took_part_in_tells_nothing():
-    short, long = watched_configurations("ssd", APART, "rejection")
     raw = pace(TABLES, APART, "ssd")
     alone = Timeline([], [Round("r", 1, 1, 2, True, False, 1.0, 0.1, start=1.0)])
     assert raw is not None
-    assert round_cost(raw, [Watched(short, (alone,), 2), Watched(long, (alone,), 2)]) is None
+    assert round_cost(raw, [Watched(one, (alone,), 2) for one in watched_configurations("ssd", APART, "rejection")]) is None

@@ -46,7 +46,7 @@ def test_what_is_predicted_is_what_the_planner_plays():
         its = pace(profile, configuration.placement, configuration.mode)
         load = Workload(prompt_tokens=64, output_tokens=100)
         planned = play(configuration, its, outcome_model(profile).simulated(), load)
-        ours = _predicted(Case(configuration=configuration), profile, 100, 1.0)
+        ours = _predicted(Case(configuration=configuration), profile, 100)
         assert ours.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.03)
         assert ours.time_to_first_token == pytest.approx(64 * 1e-3)
 
@@ -54,7 +54,7 @@ def test_what_is_predicted_is_what_the_planner_plays():
 def test_prompts_that_are_fed_in_one_piece_delay_nobody_and_the_first_tokens_come_at_once():
     profile = synthetic(cores(2))
     for rows in (1, 4):
-        found = _predicted(Case(configuration=AR, batch_size=rows, prompt_tokens=PREFILL_CHUNK // 4), profile, 50, 1.0)
+        found = _predicted(Case(configuration=AR, batch_size=rows, prompt_tokens=PREFILL_CHUNK // 4), profile, 50)
         assert found.time_to_first_token == pytest.approx(rows * PREFILL_CHUNK // 4 * 1e-3, rel=0.2)
         assert found.tokens_per_second == pytest.approx(rows / pace(profile, AR.placement, "ar").verify(rows), rel=0.03)
     longer = Case(configuration=AR, batch_size=4, prompt_tokens=PREFILL_CHUNK // 4 + 1)
@@ -64,8 +64,8 @@ def test_prompts_that_are_fed_in_one_piece_delay_nobody_and_the_first_tokens_com
 def test_texts_are_read_as_far_as_they_are_decoded():
     easy_then_hard = ((1,) * 40 + (50,) * 160,) * 4
     profile = synthetic(cores(2), traces=easy_then_hard)
-    assert _predicted(Case(configuration=SSD), profile, 40, 1.0).mean_acceptance_length == pytest.approx(3, abs=0.1)
-    assert _predicted(Case(configuration=SSD), profile, 200, 1.0).mean_acceptance_length < 1.6
+    assert _predicted(Case(configuration=SSD), profile, 40).mean_acceptance_length == pytest.approx(3, abs=0.1)
+    assert _predicted(Case(configuration=SSD), profile, 200).mean_acceptance_length < 1.6
 
 
 def test_requests_of_a_wave_come_together_and_waves_apart():

@@ -293,8 +293,11 @@ class Drafter:
                 outcomes = outcomes[len(wave) :]
                 # Meanwhile a request may have been stopped.
                 self._growing = self._planted([outcome for outcome in wave if outcome[1].active])
-                # The last draft token of every branch is fed as well: should it come true, what may follow it is known at once.
-                for _ in range(K + 1):
+                # The last draft token of every branch is fed as well, where no answer that lies ready has to wait for it: should it come
+                # true, what may follow it is known at once.
+                for step in range(K + 1):
+                    if step == K and not self.tempo.in_time(len(wave)):
+                        break
                     with recorded(self.spans, "draft", "build", self.round, _names(rows)):
                         self._step()
                     yield

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.engine.cache import Branches, Roots, candidates
+from ssd.engine.cache import Branches, Roots, advance, candidates
 from ssd.engine.draft import Drafter, DraftRow
 from ssd.engine.kv import Trunk
 from ssd.engine.link import Outcome, Outcomes, Start, Stop, TakeSpans
 from ssd.engine.proposer import Proposer
 from ssd.specs import SamplingParams
-from tests.engine.inprocess import setup
+from tests.engine.inprocess import differs, noisy, pair, reference, setup, tiny_model
 
 START = Start("r", (5,), (), SamplingParams())
 GREEDY = Proposer(START, setup(2), 12, torch.device("cpu"))
@@ -135,6 +135,30 @@ def test_an_outcome_hits_in_whichever_wave_has_its_branch():
 
 def outcomes(*found: tuple[str, int, int]) -> Outcomes:
     return Outcomes(1, tuple(Outcome(*one) for one in found))
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+@pytest.mark.parametrize("building", ["fixed", "anytime"])
+def test_the_last_token_of_branches_is_fed_where_there_is_time_and_makes_no_difference(building, in_time, monkeypatch):
+    """What is fed need not be caught up with; an answer that lies ready would have to wait for it."""
+    played, asked = [], {"building": building, "fan_out_hit": (2, 2, 2, 2)}
+    monkeypatch.setattr("sim.tempo.Tempo.in_time", lambda *_: in_time)
+    monkeypatch.setattr("sim.tempo.Tempo.worthwhile", lambda *_: True)
+
+    def counted(model, growing, *rest):
+        played.append({branches.fed for branches in growing.values()})
+        return advance(model, growing, *rest)
+
+    monkeypatch.setattr("ssd.engine.draft.advance", counted)
+    target = tiny_model("llama", 3)
+    with pair(target, noisy(target, 0.02, 4), 96) as both:
+        request = both.decode(setup(3, **asked), [5, 6], 40, patient=True)
+    assert both.peer.lost is None
+    assert differs(target, [5, 6], request.output, reference(target, [5, 6], 40)) is None
+    assert sum(each.hit is True for each in request.rounds) > 3
+    # Of K = 3 tokens the last is fed by a fourth step.
+    assert ({3} in played) == in_time
+    assert {0} in played
 
 
 @pytest.mark.parametrize(

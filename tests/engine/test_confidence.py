@@ -237,6 +237,13 @@ def test_a_short_draft_is_completed_just_as_far_as_it_speeds_the_round_up(drafte
     assert tempo.worthwhile(drafted, short, 1) == (sum(a ** (count + 1) for count in short) / step > speed)
 
 
+@given(st.floats(1e-3, 0.2), st.floats(0, 0.05), st.floats(1e-3, 2), st.integers(1, 16))
+def test_a_step_is_in_time_if_it_ends_before_outcomes_are_due(step, each, left, tokens):
+    tempo = paced(step, each, left)
+    assert tempo.in_time(tokens) == (float(tempo.step(tokens)) <= left)
+
+
 def test_what_is_not_measured_yet_holds_nothing_back():
+    assert Tempo().in_time(8)
     assert Tempo().best_width(CHANCES, 4) == len(CHANCES)
     assert Tempo().worthwhile([0], [0], 1)

@@ -76,12 +76,12 @@ def test_rows_are_verified_in_one_forward_and_a_prompt_is_fed_beside_running_one
     assert (result.metrics.num_output_tokens, result.metrics.total_seconds) == (14, 79)
 
 
-def test_all_branches_of_all_rows_grow_in_one_forward_after_one_that_catches_up():
+def test_all_branches_of_all_rows_grow_in_one_forward():
     result = simulate(STAGGERED)
-    # At 20: the prompt of request-1 (3 s), a step that catches request-0 up (1.0 s), then 2 steps of 6 branches (1.5 s).
-    # At 52: two rows catch up (1.1 s); 2 steps of 6 branches. At 67: one row; 2 steps of 3 branches (1.2 s).
+    # At 20: the prompt of request-1 (3 s), then 3 steps of 6 branches (1.5 s), the last of which feeds their last tokens: nothing is
+    # left to catch up with. At 52: as many. At 67: one row; 3 steps of 3 branches (1.2 s).
     assert spans(result, "draft", "prefill") == [(0, 3, "0"), (20, 23, "1")]
-    assert spans(result, "draft", "build") == [(3, 3 + 2 * 1.2, "0"), (23, 27, "0, 1"), (52, 52 + 1.1 + 3, "0, 1"), (67, 67 + 1 + 2.4, "1")]
+    assert spans(result, "draft", "build") == [(3, 3 + 3 * 1.2, "0"), (23, 27.5, "0, 1"), (52, 56.5, "0, 1"), (67, 67 + 3 * 1.2, "1")]
 
 
 def test_rows_that_miss_are_drafted_for_together_and_the_batch_waits():

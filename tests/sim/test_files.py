@@ -159,6 +159,7 @@ def test_every_field_of_a_scenario_can_be_written_in_a_file():
         "draft_slots": 99,
         "draft_alone": 0.001,
         "draft_prefill_seconds": 0,
+        "draft_plan_seconds": 0.25,
         "link_seconds": 0,
         "link_bandwidth": 10,
         "draft_token_bytes": 8,

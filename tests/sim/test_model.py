@@ -96,9 +96,10 @@ def test_a_bandwidth_without_end_changes_nothing():
 def test_branches_are_dealt_out_and_each_device_grows_its_share():
     two = dataclasses.replace(ONE, draft_devices=2, fan_out_hit=(2, 2, 3), fan_out_miss=(2, 2, 3), outcomes=ALWAYS)
     result = simulate(two)
-    # Seven branches: four and three, 1.3 and 1.2 s a step, after one that catches up.
-    assert spans(result, "draft", "build")[1] == (20, 20 + 1 + 2 * 1.3)
-    assert spans(result, "draft-2", "build")[1] == (20, 20 + 1 + 2 * 1.2)
+    # Seven branches: four and three, 1.3 and 1.2 s a step, two for tokens and one that feeds the last. What the first has drafted came
+    # true: the other one has to catch up with it.
+    assert spans(result, "draft", "build")[1] == (20, 20 + 3 * 1.3)
+    assert spans(result, "draft-2", "build")[1] == (20, 20 + 1 + 3 * 1.2)
 
 
 @pytest.mark.parametrize(("accepted", "whose"), [(0, "draft"), (1, "draft-2"), (2, "draft")])
@@ -172,7 +173,7 @@ def test_no_more_requests_run_at_a_time_than_there_is_room_for(room, seed):
 def test_the_speculation_cache_is_cut_to_what_texts_leave():
     # 21 tokens of text, then 24, and 2 draft tokens a branch: 5 branches fit, then 3.
     tight = dataclasses.replace(ONE, prompt_tokens=20, fan_out_hit=(2, 2, 2), fan_out_miss=(2, 2, 2), draft_slots=31, outcomes=ALWAYS)
-    sizes = [round((s.end - s.start - 1) / 2 * 10 - 9) for s in simulate(tight).timeline.spans if s.activity == "build" and s.round]
+    sizes = [round((s.end - s.start) / 3 * 10 - 9) for s in simulate(tight).timeline.spans if s.activity == "build" and s.round]
     assert sizes == [5, 3]
 
 

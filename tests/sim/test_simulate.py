@@ -82,13 +82,14 @@ def test_link_and_overhead_lengthen_every_round():
     agrees(m, *round_seconds(11.0, 7.0, K * 1.0), ssd_seconds_per_token(11.0, 7.0, K * 1.0, HIT_RATE, E, E))
 
 
-def test_ssd_agrees_with_the_interrupted_round_where_the_build_is_longer():
-    result = simulate(SLOW_BUILD, seed=3)
-    # 1.7 + 3 steps of 3.0 = 10.7: the fourth token of the branch that hit is drafted alone.
-    hit, miss = interrupted_round_seconds(10.0, K, 1.7, 3.0, 1.7, K * 1.7)
-    assert (float(hit), float(miss)) == pytest.approx((10.7 + 1.7, 10.7 + 4 * 1.7))
+@pytest.mark.parametrize("planning", [0.0, 0.5])
+def test_ssd_agrees_with_the_interrupted_round_where_the_build_is_longer(planning):
+    result = simulate(dataclasses.replace(SLOW_BUILD, draft_plan_seconds=planning), seed=3)
+    # 1.7 + 3 steps of 3.0 = 10.7, and what the host takes to choose: the fourth token of the branch that hit is drafted alone.
+    hit, miss = interrupted_round_seconds(10.0, K, 1.7 + planning, 3.0, 1.7, K * 1.7)
+    assert (float(hit), float(miss)) == pytest.approx((10.7 + planning + 1.7, 10.7 + planning + 4 * 1.7))
     rounds = result.rounds[1:]  # the first one had the prefill to build in
-    assert {r.hit: round(10 + r.wait_seconds, 6) for r in rounds} == {True: 12.4, False: 17.5}
+    assert {r.hit: round(10 + r.wait_seconds, 6) for r in rounds} == {True: 12.4 + planning, False: 17.5 + planning}
     agrees(result.metrics, hit, miss, (HIT_RATE * hit + (1 - HIT_RATE) * miss) / E)
 
 
@@ -113,14 +114,14 @@ def test_ssd_is_faster_than_sd_and_sd_than_ar():
 
 def test_a_hit_is_answered_at_once_and_the_next_cache_built_behind_the_verification():
     result = simulate(short(outcomes=always(K, 1)))
-    # 11 tokens: the prefill's, and two rounds of five. B = 15 branches: a step takes 1.5 s, the catch-up 1.0 s.
+    # 11 tokens: the prefill's, and two rounds of five. B = 15 branches: a step takes 1.5 s, and a fifth feeds their last tokens.
     assert spans(result, "target", "prefill") == [(0, 20)]
     assert spans(result, "target", "verify") == [(20, 30), (30, 40)]
     assert spans(result, "draft", "prefill") == [(0, 3)]
-    assert spans(result, "draft", "build") == [(3, 9), (20, 27), (30, 37)]
-    assert spans(result, "draft", "idle") == [(9, 20), (27, 30), (37, 40)]
+    assert spans(result, "draft", "build") == [(3, 10.5), (20, 27.5), (30, 37.5)]
+    assert spans(result, "draft", "idle") == [(10.5, 20), (27.5, 30), (37.5, 40)]
     assert spans(result, "draft", "answer") == spans(result, "target", "wait") == []
-    assert result.timeline.overlap() == pytest.approx(14 / 23)
+    assert result.timeline.overlap() == pytest.approx(15 / 25.5)
     assert [(s.activity, s.round) for s in result.timeline.spans if s.device == "target"] == [("prefill", 0), ("verify", 1), ("verify", 2)]
     assert [s.round for s in result.timeline.spans if s.activity == "build"] == [0, 1, 2]
 
@@ -166,24 +167,54 @@ def test_an_outcome_before_the_first_token_of_its_branch_is_a_miss():
 
 def test_interruption_between_layers_gives_up_the_step_under_way():
     slow = short(outcomes=always(K, 1), draft_step=Latency.constant(4.0), target_prefill_seconds=30.0)
-    # Verification 30-40: catch-up to 34, one token at 38, the second step under way until 42.
+    # Verification 30-40: two tokens at 38, the third step under way until 42.
     by_step = simulate(slow)
     assert spans(by_step, "draft", "build")[1] == (30, 42)
-    assert by_step.rounds[1].wait_seconds == 2 + 2 * 4
+    assert by_step.rounds[1].wait_seconds == 2 + 4
     by_layer = simulate(dataclasses.replace(slow, interrupt="layer", draft_layers=3))
     # Layers of 4/3 s: the outcome at 40 is noticed at 38 + 2 * 4/3, and one token more is missing.
     assert spans(by_layer, "draft", "build")[1] == (30, pytest.approx(38 + 8 / 3))
-    assert by_layer.rounds[1].wait_seconds == pytest.approx(2 / 3 + 3 * 4)
+    assert by_layer.rounds[1].wait_seconds == pytest.approx(2 / 3 + 2 * 4)
 
 
 def test_a_moot_step_is_given_up_and_one_that_grows_the_true_branch_is_finished():
     slow = short(draft_step=Latency.constant(4.0), target_prefill_seconds=30.0, interrupt="moot", draft_layers=4)
     hit, miss = (simulate(dataclasses.replace(slow, outcomes=always(K, rank))) for rank in (1, 100))
     assert spans(hit, "draft", "build")[1] == (30, 42)
-    assert hit.rounds[1].wait_seconds == 2 + 2 * 4
+    assert hit.rounds[1].wait_seconds == 2 + 4
     # The prompt's round hits whatever the rank is later; the round after it does not, and its step ends with a layer, at 40.
     assert miss.rounds[1].hit is False
     assert spans(miss, "draft", "build")[1][1] == pytest.approx(40)
+
+
+@pytest.mark.parametrize("building", ["fixed", "anytime"])
+def test_what_comes_while_the_host_chooses_helps_only_the_true_branch(building):
+    # Verification 80-90, and nothing to catch up with: the host chooses until 92, and the first step of the true branch ends at 96.
+    slow = short(
+        draft_step=Latency.constant(4.0),
+        target_prefill_seconds=80.0,
+        interrupt="moot",
+        draft_layers=4,
+        draft_plan_seconds=12.0,
+        building=building,
+    )
+    hit, miss = (simulate(dataclasses.replace(slow, outcomes=always(K, rank))) for rank in (1, 100))
+    assert spans(hit, "draft", "build")[1] == (80, 96)
+    assert hit.rounds[1].hit
+    assert spans(miss, "draft", "build")[1] == (80, 92)
+    assert not miss.rounds[1].hit
+
+
+def test_what_is_fed_beforehand_is_not_fed_again_and_what_has_no_time_is_not_begun():
+    # Steps of 1.5 s, catching up in 1.0; a prompt of 10 s leaves no time to feed the last tokens.
+    always_hit = short(outcomes=always(K, 1), interrupt="moot", draft_layers=1000)
+    fed, cut = (simulate(dataclasses.replace(always_hit, target_prefill_seconds=prefill)) for prefill in (20.0, 10.0))
+    assert spans(fed, "draft", "build")[:2] == [(3, 10.5), (20, 27.5)]
+    assert np.array(spans(cut, "draft", "build")[:2]) == pytest.approx(np.array([(3, 9), (10, 18.5)]))
+    # After a miss there is no branch whose last token could have been fed.
+    missed = simulate(short(outcomes=always(K, 100), interrupt="moot"))
+    begin, end = spans(missed, "draft", "build")[2]
+    assert end - begin == pytest.approx(1 + 4 * 1.5 + 1.5)
 
 
 def test_requests_run_one_after_another():
