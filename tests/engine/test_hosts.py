@@ -54,7 +54,7 @@ def expected(tiny_pair):
 
 
 @contextmanager
-def linked(name="far", known=b"a secret", known_there=b"a secret"):
+def linked(name="far", known=b"a secret", known_there=b"a secret", seconds=60.0):
     """Both ends of a link between an engine and a worker, here in one process."""
     meeting = hosts.Meeting("127.0.0.1:0")
     meeting._secret = known
@@ -69,7 +69,7 @@ def linked(name="far", known=b"a secret", known_there=b"a secret"):
     thread = threading.Thread(target=come)
     thread.start()
     try:
-        ends.append(meeting.await_draft("far", 60.0))
+        ends.append(meeting.await_draft("far", seconds))
         thread.join()
         ends += there
         yield ends
@@ -156,7 +156,7 @@ def test_a_closed_end_is_a_link_error_at_the_other_at_once(side):
 def test_who_does_not_know_the_secret_is_not_served():
     with (
         pytest.raises(LinkError, match=r"turned away: the other does not know the secret: SSD_SECRET must be the same"),
-        linked(known_there=b"another"),
+        linked(known_there=b"another", seconds=1.0),
     ):
         pass
 
@@ -245,7 +245,7 @@ def test_a_peer_that_stops_in_the_midst_of_a_message_is_given_up_when_told():
 
 def test_a_draft_of_another_name_is_not_taken_and_the_error_says_what_to_start():
     told = r"no draft came from 'far' to 127\.0\.0\.1:\d+ within 1 s: start `ssd draft --connect .* --name far`"
-    with pytest.raises(LinkError, match=told), linked(name="near"):
+    with pytest.raises(LinkError, match=told), linked(name="near", seconds=1.0):
         pass
 
 
