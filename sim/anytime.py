@@ -38,6 +38,8 @@ class AnytimeDevice(DraftDevice):
         """Catch up, then draft in waves, each as wide as is worth most, until the message comes. The tokens differ by wave."""
         if self.catch_up and not self._step(until, self.catch_up, False, self.rooted):
             return 0
+        if not any(self.plans):
+            return 0
         self.now += self.scenario.draft_plan_seconds
         for wave in self._waves():
             alive = self.coming.intersection(wave)

@@ -312,16 +312,16 @@ class _Profiler:
             verification=configuration.verification,
         )
         self.engine.configure(configuration)
-        begin = inf
+        begin, timelines = inf, []
         for batch in range(1 + MOST_BATCHES):
             if batch > WATCHED_BATCHES and monotonic() > begin + forwards.LEAST_SECONDS:
                 break
             self.engine.generate([ids[(batch * self.rows + row) % len(ids)] for row in range(self.rows)], params)
-            if not batch:
-                # The first one only warms up.
-                self.engine.timeline()
-                begin = monotonic()
-        return Watched(configuration, (self.engine.timeline(),), self.rows)
+            # Each apart: what lies between two batches is no part of a round.
+            timelines.append(self.engine.timeline())
+            begin = min(begin, monotonic())
+        # The first one only warms up.
+        return Watched(configuration, tuple(timelines[1:]), self.rows)
 
     def _link(self) -> float:
         if self.forwards.peer is None:

@@ -19,8 +19,8 @@ from theory.fanout import uniform
 
 # Lookaheads that are watched: a line through the two tells what a draft token and what a message takes.
 SHORT, LONG = 1, 4
-# And a cache whose outcomes are weighed, by how far it drafts and for how many.
-MIDDLE, WEIGHED = 2, 8
+# Of a cache whose outcomes are weighed, how many tokens are drafted for how many.
+WEIGHED_LOOKAHEAD, WEIGHED_BUDGET = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ def watched_configurations(mode: Mode, place: Placement, verification: Verificat
         )
         for K in (SHORT, LONG)
     )
-    return *listed, Configuration(mode="ssd", num_speculative_tokens=MIDDLE, budget=WEIGHED, placement=place, verification=verification)
+    weighed = {"num_speculative_tokens": WEIGHED_LOOKAHEAD, "budget": WEIGHED_BUDGET}
+    return *listed, Configuration(mode="ssd", placement=place, verification=verification, **weighed)
 
 
 def round_cost(raw: Pace, watched: Sequence[Watched], temperature: float = 0.0) -> RoundCost | None:
@@ -146,7 +147,6 @@ def _builds(timeline: Timeline) -> Iterator[list[Span]]:
         if span.device == "draft":
             rounds[span.round].append(span)
     for spans in rounds.values():
-        kinds = [span.activity for span in spans]
-        found = spans[kinds.index("answer") : -1] if "answer" in kinds else []
-        if len(found) > 2:
-            yield found
+        answers = [place for place, span in enumerate(spans) if span.activity == "answer"]
+        if answers and len(spans) - answers[-1] > 3:
+            yield spans[answers[-1] : -1]

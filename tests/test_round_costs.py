@@ -15,7 +15,7 @@ from ssd.outcomes import outcome_model
 from ssd.pace import Pace, pace
 from ssd.placements import placements
 from ssd.round_costs import Watched, round_cost, watched_configurations
-from ssd.specs import Configuration, Mode, Placement, RoundCost, Verification, Workload
+from ssd.specs import Configuration, Hardware, Mode, Placement, RoundCost, Verification, Workload
 from tests.profiles import cores, synthetic, texts
 
 TWO = cores(2)
@@ -118,6 +118,16 @@ def test_a_build_is_its_steps_and_what_lies_between_them_but_not_one_that_may_ha
     assert found is not None
     assert found.build_step == pytest.approx(2e-3)
     assert (found.plan, found.weigh) == pytest.approx((3e-3 + 5e-3, 5e-3 + 5e-3))
+
+
+@pytest.mark.parametrize(("hardware", "pieces"), [(TWO, 7), (Hardware.named("2xH100-SXM"), 1)])
+def test_a_step_is_given_up_between_layers_on_cores_while_an_accelerator_has_it_all_at_once(hardware, pieces):
+    place = placements(hardware)[0]
+    its = pace(synthetic(hardware, traces=texts(0.7)).model_copy(update={"draft_layers": 7}), place, "ssd")
+    assert its is not None
+    configuration = watched_configurations("ssd", place, "rejection")[1]
+    played = prediction.scenario(configuration, its, outcome_model(TABLES).simulated(), LOAD, 100)
+    assert (played.interrupt, played.draft_layers) == ("moot", pieces)
 
 
 @pytest.mark.parametrize("weighs", [{}, {"budget": 3, "fan_out_hit": (), "fan_out_miss": ()}, {"building": "anytime"}])
