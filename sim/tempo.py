@@ -35,7 +35,7 @@ class Tempo:
         self._count = 0
         self._accepted, self._tried = PRIOR
         self._sent: float | None = None
-        # Seconds of verifications since a step was measured.
+        # Seconds of verifications since a step was measured or tried.
         self._unmeasured = 0.0
 
     def sent(self) -> None:
@@ -101,14 +101,17 @@ class Tempo:
         """Whether one more token for each row that is short speeds the round up: expected tokens over seconds, with it and without.
 
         drafted: draft tokens of every row so far, short: of those that are short; tokens: what the step feeds. It hangs on what is settled:
-        lengths of drafts, and seconds and acceptance of rounds gone by. Where no step is measured any more, one is tried now and then.
+        lengths of drafts, and seconds and acceptance of rounds gone by. Where no step has been measured for long, one is tried once.
         """
         step, a = self.step(tokens), self.acceptance
         if step is None or self.verification is None:
             return True
         expected = float(expected_tokens(a, list(drafted)).sum())
         more = sum(a ** (count + 1) for count in short)
-        return more * self.verification > expected * float(step) or self._unmeasured > PATIENCE * float(step)
+        worth = more * self.verification > expected * float(step)
+        if not worth and self._unmeasured > PATIENCE * float(step):
+            worth, self._unmeasured = True, 0.0
+        return worth
 
     def rest(self) -> None:
         """Note that nothing is under way: what comes next is no outcome that was waited for."""

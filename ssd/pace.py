@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sim.latency import Latency
 from ssd.devices import are_cores
-from ssd.specs import ForwardLatency, Mode, Placement, Profile, RoundCost, Verification
+from ssd.specs import Configuration, ForwardLatency, Mode, Placement, Profile, RoundCost, Verification
 
 # Of a forward alone, what it takes in a round at the least.
 LEAST_SHARE = 0.5
@@ -35,6 +35,11 @@ class Pace:
     plan_seconds: float = 0.0
     weigh_seconds: float = 0.0
     draft_layers: int = 1
+
+    def planning(self, configuration: Configuration) -> Pace:
+        """The pace of one configuration: where its outcomes are weighed, plan_seconds are those of weighing."""
+        weighs = configuration.budget > 0 or configuration.building == "anytime"
+        return replace(self, plan_seconds=self.weigh_seconds) if weighs else self
 
     def round_seconds(self, drafted: float, rows: int = 1) -> float:
         """Seconds from sending `rows` drafts of so many tokens, on average, to hearing their outcomes, as the draft sees them."""

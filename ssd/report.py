@@ -100,6 +100,7 @@ def _why_lookahead(plan: Plan) -> Iterator[str]:
         return
     K, rows = plan.num_speculative_tokens, plan.workload.batch_size
     branches = plan.budget or max(sum(plan.fan_out_hit), sum(plan.fan_out_miss))
+    its = its.planning(plan)
     lasts, built, longer = its.round_seconds(K, rows), its.build_seconds(K, branches, rows), its.build_seconds(K + 1, branches, rows)
     verdict = "more than" if longer > lasts else "still within"
     yield (

@@ -81,7 +81,7 @@ class Search:
             return pace.round_seconds(0, self.rows)
         if configuration.mode == "sd":
             return self._sd_seconds_per_token(pace, K)
-        return self.ssd_seconds_per_token(pace, K, *self.lists(configuration), configuration.backup)
+        return self.ssd_seconds_per_token(pace.planning(configuration), K, *self.lists(configuration), configuration.backup)
 
     def expected(self, configuration: Configuration, pace: Pace) -> Expected:
         """Return what theory expects of one of them."""
@@ -92,7 +92,7 @@ class Search:
         if configuration.mode == "sd":
             return _rates(seconds, None, self.law(K), K)
         rounds = self.rounds(K, *lists, configuration.backup)
-        share = self._share(pace, K, *lists, configuration.backup, self.rows)
+        share = self._share(pace.planning(configuration), K, *lists, configuration.backup, self.rows)
         of_hit, of_miss = (np.pad(law, (0, K + 1 - law.size)) for law in rounds.laws)
         return _rates(seconds, share, share * of_hit + (1 - share) * of_miss, rounds.mean(share, rounds.drafted))
 
@@ -108,7 +108,7 @@ class Search:
         The fast one is `ngram` where prompt lookup was measured, else `none`. Where a build that outgrows the verification lets them
         change places more than once, the crossing next to the batch. None if there is none, as far as the latency tables are trusted.
         """
-        K, lists = configuration.num_speculative_tokens, self.lists(configuration)
+        K, lists, pace = configuration.num_speculative_tokens, self.lists(configuration), pace.planning(configuration)
         trusted = TRUSTED * min(pace.verify.sizes[-1] / (1 + K), pace.alone.sizes[-1], pace.step.sizes[-1] / max(map(sum, lists)))
         sizes = np.arange(1, min(max(int(trusted), self.rows), LARGEST_BATCH) + 1)
         slow, fast = (
@@ -195,10 +195,10 @@ class Search:
     def _round(self, pace: Pace, K: int, drafted: float, budget: int, waiting: float, chance: float) -> tuple[float, float, float]:
         """Chance that the outcome of a draft of so many tokens is cached, seconds of the round if it is and if it is not."""
         T_v, catch_up, step = pace.round_seconds(drafted), pace.catch_up_seconds(), max(pace.step(budget), 1e-12)
-        hit, _ = interrupted_round_seconds(T_v, K, catch_up, step, pace.step(1), waiting)
+        hit, miss = interrupted_round_seconds(T_v, K, catch_up, step, pace.step(1), waiting)
         begun = _begins(K, T_v, catch_up, step)
-        # The step under way is given up between two layers: a miss waits for the backup only.
-        return _uncertain(chance if begun else 0.0), float(hit), T_v + waiting
+        # Where the step under way is given up between two layers, a miss waits for the backup only.
+        return _uncertain(chance if begun else 0.0), float(hit), T_v + waiting if pace.draft_layers > 1 else float(miss)
 
     def _of_batch(self, pace: Pace, K: int, after_hit: Lists, after_miss: Lists, backup: Backup, rows: int) -> float:
         """Independent rows, each a two-state chain; they are verified together, and all wait for those that `jit` drafts for.

@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
 import ssd
 from sim.outcomes import outcome_at
@@ -37,6 +38,10 @@ def test_every_placement_of_a_plan_has_its_tables(found):
             assert table.contended == (not place.overlaps)
             assert table.source == "measured"
             assert min(table.seconds) > 0
+
+
+def test_the_layers_between_which_the_draft_looks_are_its_own(found, tiny_pair):
+    assert found.draft_layers == AutoConfig.from_pretrained(tiny_pair[1]).num_hidden_layers
 
 
 def test_one_request_needs_forwards_of_its_own_tokens_only(found):

@@ -1,5 +1,7 @@
 """What theory expects of a configuration beside its simulation, and the pace that both take from a profile."""
 
+from dataclasses import replace
+
 import pytest
 
 import ssd
@@ -8,6 +10,7 @@ from ssd.pace import pace
 from ssd.placements import placements
 from ssd.prediction import play
 from ssd.search import Search
+from ssd.specs import Configuration
 from tests.profiles import cores, synthetic, texts
 
 TWO = cores(2)
@@ -37,6 +40,25 @@ def test_theory_agrees_with_the_simulation_where_the_build_fits(profile, backup)
     assert its.build_seconds(5, sum(first.fan_out_hit)) < its.round_seconds(0)
     seconds = search.ssd_seconds_per_token(its, 5, *lists, backup)
     assert 1 / seconds == pytest.approx(play(first, its, outcomes.simulated(), LOAD).tokens_per_second, rel=0.06)
+
+
+@pytest.mark.parametrize("layers", [1, 24])
+@pytest.mark.parametrize("choice", [{"fan_out_hit": (2,) * 6, "fan_out_miss": (2,) * 6}, {"budget": 12}])
+def test_theory_agrees_with_the_simulation_where_the_host_takes_long_to_choose_and_steps_are_given_up_late(choice, layers):
+    """Choosing takes the time of several steps, more where outcomes are weighed; with one layer a miss waits for the step under way."""
+    profile = synthetic(TWO, traces=texts(0.7, length=2000), step=1.8e-3)
+    outcomes, its = outcome_model(profile), pace(profile, APART, "ssd")
+    its = replace(its, plan_seconds=2e-3, weigh_seconds=5e-3, draft_layers=layers)
+    asked = Configuration(mode="ssd", num_speculative_tokens=5, placement=APART, **choice)
+    played = play(asked, its, outcomes.simulated(), LOAD).tokens_per_second
+
+    def expected(**changes) -> float:
+        return 1 / Search(outcomes).seconds_per_token(asked, replace(its, **changes))
+
+    assert expected() == pytest.approx(played, rel=0.02)
+    # Both tell.
+    assert expected(plan_seconds=0.0, weigh_seconds=0.0) > 1.05 * played
+    assert expected(draft_layers=1) < 0.998 * expected(draft_layers=24)
 
 
 def test_theory_agrees_with_the_simulation_of_sd():
