@@ -91,7 +91,7 @@ class DraftDevice(Device):
         return tokens
 
     def _late(self, until: float, grows: bool) -> bool:
-        """Whether what came while the host was choosing keeps the first step from beginning; under "moot" not one that is worth it."""
+        """Whether what came while the host was choosing keeps the first step from beginning; under "moot" not one of a true branch."""
         return until < self.now and not (grows and self.scenario.interrupt == "moot")
 
     def run(self, latency: float, times: int = 1) -> None:

@@ -36,9 +36,9 @@ class Scenario:
     For sd and ssd: outcomes, of which every row has a stream of its own; draft_step (latency of a draft forward by its branches or
     tokens, over all rows) and draft_alone (the same by its rows while the target waits; default: draft_step); draft_prefill_seconds, of a
     prompt fed whole; draft_plan_seconds, of the draft's host to choose what the branches of a round are drafted for; num_speculative_tokens
-    (K); link_seconds (one way), link_bandwidth (bytes a second, each way) and draft_token_bytes
-    (its id and, where drawn, its law). The draft is away at draft_outages, pairs of death and return, or after draft_mtbf seconds on
-    average for draft_repair_seconds on average; the target waits for a dead draft for lost_after_seconds and goes on as in mode ar.
+    (K); link_seconds (one way), link_bandwidth (bytes a second, each way) and draft_token_bytes (its id and, where drawn, its law). The
+    draft is away at draft_outages, pairs of death and return, or after draft_mtbf seconds on average for draft_repair_seconds on average;
+    the target waits for a dead draft for lost_after_seconds and goes on as in mode ar.
 
     For sd: one_device, where the draft feeds prompts on the device of the target, before it.
 

@@ -64,8 +64,10 @@ def watched_configurations(mode: Mode, place: Placement, verification: Verificat
         )
         for K in (SHORT, LONG)
     )
-    weighed = {"num_speculative_tokens": WEIGHED_LOOKAHEAD, "budget": WEIGHED_BUDGET}
-    return *listed, Configuration(mode="ssd", placement=place, verification=verification, **weighed)
+    weighed = Configuration(
+        mode="ssd", num_speculative_tokens=WEIGHED_LOOKAHEAD, budget=WEIGHED_BUDGET, placement=place, verification=verification
+    )
+    return *listed, weighed
 
 
 def round_cost(raw: Pace, watched: Sequence[Watched], temperature: float = 0.0) -> RoundCost | None:
